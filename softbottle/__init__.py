@@ -1,0 +1,39 @@
+"""Language-model output heads beyond the softmax bottleneck.
+
+    head = softbottle.mos(components=15)
+    params = head.init(key, hidden_dim=620, context_dim=280)
+    loss = head.loss(params, table_VE, bias_V, hidden_TD, labels_T, weights_T)
+
+Importing this package loads jax and nothing heavier; training, data and analysis live
+in the submodules.
+"""
+
+from softbottle import ops
+from softbottle.heads import (
+    Head,
+    Mixture,
+    gss,
+    lowrank,
+    moc,
+    mos,
+    moss,
+    plif,
+    sigsoftmax,
+    softmax,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Head",
+    "Mixture",
+    "gss",
+    "lowrank",
+    "moc",
+    "mos",
+    "moss",
+    "ops",
+    "plif",
+    "sigsoftmax",
+    "softmax",
+]

@@ -1,0 +1,1 @@
+"""Text to integers to batches, in NumPy: vocab, corpus, builders, batches."""

@@ -1,0 +1,338 @@
+"""The door from text to ids: `load(config.data) -> Corpus`.
+
+A corpus is encoded once and kept, memory-mapped, under `data.cache`, in a folder whose
+name is a hash of the text and of the settings that shape its ids. The folder is made
+under another name and renamed when it is complete, so that a crash leaves nothing that
+looks like a cache; processes that encode the same text at the same time all succeed
+and the first one's work is kept.
+
+    ptb   ptb.train.txt         ptb.valid.txt         ptb.test.txt
+    wt2   wiki.train.tokens     wiki.valid.tokens     wiki.test.tokens
+    text  train.txt             valid.txt             test.txt
+    lm1b  training-monolingual.tokenized.shuffled/, heldout-monolingual.tokenized.
+          shuffled/ (shards plain, .gz or .xz), or an array_record data set from TFDS
+
+The validation text of LM1B is held-out shards 0 and 10, its test text shards 20, 30
+and 40, if all fifty are there (what the MoS paper most likely did); otherwise the
+first half of the held-out shards validates and the rest tests. TFDS mixes the fifty,
+so the first half of its `test` records validates and the second half tests.
+"""
+
+import gzip
+import hashlib
+import json
+import lzma
+import os
+import pathlib
+import re
+import shutil
+import sys
+import tempfile
+import time
+import warnings
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from concurrent import futures
+from typing import NamedTuple
+
+import numpy as np
+import tqdm
+from absl import logging
+
+from softbottle import config as config_lib
+from softbottle.data import synthetic
+from softbottle.data import vocab as vocab_lib
+from softbottle.data.vocab import Chunk, Corpus, Vocab
+
+SPLITS = ("train", "valid", "test")
+CHUNK_BYTES = 1 << 24
+
+# Bumped when the same text and settings would give other ids.
+_FORMAT = 1
+_WORKERS = min(8, os.cpu_count() or 1)
+_NAMES = {"ptb": "ptb.{}.txt", "wt2": "wiki.{}.tokens", "text": "{}.txt"}
+_LM1B = "{}-monolingual.tokenized.shuffled"
+_LM1B_SHARDS = {"valid": (0, 10), "test": (20, 30, 40)}
+_OPENERS = {".gz": gzip.GzipFile, ".xz": lzma.LZMAFile}
+_MD5 = {
+    "ptb.train.txt": "f26c4b92c5fdc7b3f8c7cdcb991d8420",
+    "ptb.valid.txt": "aa0affc06ff7c36e977d7cd49e3839bf",
+    "ptb.test.txt": "8b80168b89c18661a38ef683c0dc3721",
+    "wiki.train.tokens": "34a77ebe59551b3a3b3d8c0a2797c976",
+    "wiki.valid.tokens": "d756d22ab2310e7e60c094bea5c5a8eb",
+    "wiki.test.tokens": "781c9418ab9414bd09e4aad825aae752",
+}
+
+
+class Source(NamedTuple):
+    """The text of one split: the files it is in, and how to read it."""
+
+    files: list[pathlib.Path]
+    chunks: Callable[[], Iterable[Chunk]]
+
+
+def load(config: config_lib.Data) -> Corpus:
+    """The corpus that a config names, encoded now or found in the cache.
+
+    Raises:
+        FileNotFoundError: if a file of the corpus is missing.
+        ValueError: if the text is not text, a split has no words, or the vocabulary
+            cannot express it.
+    """
+    if config.name == "synthetic":
+        return synthetic.corpus(config.synthetic)
+    sources = _sources(config)
+    sums = _md5_sums(sources)
+    _warn_of_changed_files(config.name, sums)
+    root = pathlib.Path(config.cache or "~/.cache/softbottle").expanduser()
+    folder = root / f"{config.name}-{_key(config, sums)}"
+    if (corpus := _opened(folder, config.lowercase)) is None:
+        _encode(config, sources, folder)
+        corpus = _opened(folder, config.lowercase)
+    return corpus
+
+
+def check(corpus: Corpus) -> Corpus:
+    """Return a corpus whose splits are not empty and whose ids are all words.
+
+    `load` has done this when the corpus was encoded; call it on one made by hand.
+
+    Raises:
+        ValueError: naming the split and what is wrong with it.
+    """
+    for name, ids in zip(SPLITS, corpus, strict=False):
+        if ids.ndim != 1 or not ids.size:
+            raise ValueError(f"{name} must be a run of ids, got shape {ids.shape}.")
+        vocab_lib.check_ids(f"the ids of {name}", ids, len(corpus.vocab))
+    return corpus
+
+
+def _sources(config):
+    """Where each split of the corpus is to be read from."""
+    if not config.path:
+        raise ValueError(f"data.path must name the folder of {config.name}; it is ''.")
+    folder = pathlib.Path(config.path).expanduser()
+    if not folder.is_dir():
+        raise FileNotFoundError(f"data.path is {config.path!r}, which is no folder.")
+    if config.name == "lm1b":
+        return _lm1b_sources(folder)
+    files = {name: folder / _NAMES[config.name].format(name) for name in SPLITS}
+    missing = [str(path) for path in files.values() if not path.is_file()]
+    if missing:
+        raise FileNotFoundError(f"corpus {config.name} needs {', '.join(missing)}.")
+    return {name: _text_source([path]) for name, path in files.items()}
+
+
+def _lm1b_sources(folder):
+    if any(folder.glob("**/dataset_info.json")):
+        # Half a second to import, and needed only here.
+        from softbottle.data import builders
+
+        return {name: Source(*builders.source(folder, name)) for name in SPLITS}
+    heldout = _shards(folder / _LM1B.format("heldout"))
+    if len(heldout) < 2:
+        raise FileNotFoundError(f"LM1B needs two held-out shards, found {heldout}.")
+    splits = {"train": _shards(folder / _LM1B.format("training"))}
+    if len(heldout) == 50:
+        for name, numbers in _LM1B_SHARDS.items():
+            splits[name] = [heldout[number] for number in numbers]
+    else:
+        half = len(heldout) // 2
+        splits |= {"valid": heldout[:half], "test": heldout[half:]}
+    return {name: _text_source(files) for name, files in splits.items()}
+
+
+def _shards(folder):
+    """The shards of a folder in the order of their names."""
+    if not folder.is_dir():
+        raise FileNotFoundError(f"LM1B needs the folder {folder}, or a TFDS data set.")
+    shards = sorted(
+        path
+        for path in folder.iterdir()
+        if path.is_file() and not path.name.startswith(".")
+    )
+    if not shards:
+        raise FileNotFoundError(f"{folder} has no shards in it.")
+    stems = [re.sub(r"\.(gz|xz)$", "", path.name) for path in shards]
+    twice = sorted({stem for stem in stems if stems.count(stem) > 1})
+    if twice:
+        raise ValueError(f"{folder} has {twice[0]} both plain and compressed.")
+    return shards
+
+
+def _text_source(files):
+    return Source(files, lambda: (chunk for file in files for chunk in _chunks(file)))
+
+
+def _chunks(path) -> Iterator[Chunk]:
+    """The text of a file in chunks cut at white space; its last line ends."""
+    line, rest, seen, last = 1, b"", 0, b"\n"
+    for block, position in _blocks(path):
+        block = rest + block
+        last = block[-1:]
+        cut = max(block.rfind(b"\n"), block.rfind(b" ")) + 1
+        raw, rest = block[:cut], block[cut:]
+        yield Chunk(raw, str(path), line, position - seen)
+        line, seen = line + raw.count(b"\n"), position
+    if last != b"\n":
+        yield Chunk(rest + b"\n", str(path), line)
+
+
+def _blocks(path):
+    """Blocks of a file's text and how far the file was read for each."""
+    with open(path, "rb") as raw:
+        opener = _OPENERS.get(path.suffix)
+        file = opener(raw) if opener else raw
+        try:
+            while block := file.read(CHUNK_BYTES):
+                yield block, raw.tell()
+        except (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error) as error:
+            raise ValueError(f"{path} is damaged or cut short: {error}") from error
+
+
+def _md5_sums(sources):
+    """For each split, its files' names and md5 sums."""
+
+    def md5(path):
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "md5").hexdigest()
+
+    with futures.ThreadPoolExecutor(_WORKERS) as pool:
+        return {
+            name: [
+                (path.name, digest)
+                for path, digest in zip(
+                    source.files, pool.map(md5, source.files), strict=True
+                )
+            ]
+            for name, source in sources.items()
+        }
+
+
+def _warn_of_changed_files(name, sums):
+    if name not in ("ptb", "wt2"):
+        return
+    for file, digest in (pair for pairs in sums.values() for pair in pairs):
+        if digest != _MD5[file]:
+            warnings.warn(
+                f"{file} is not the file that published {name} results are for: its "
+                f"md5 is {digest}, expected {_MD5[file]}.",
+                stacklevel=3,
+            )
+
+
+def _key(config, sums):
+    """A hash of all that the ids depend on."""
+    file = config.vocab_file
+    given = pathlib.Path(file).expanduser().read_bytes() if file else b""
+    settings = {
+        "format": _FORMAT,
+        "sums": sums,
+        "vocab_size": config.vocab_size,
+        "vocab_file": hashlib.sha256(given).hexdigest(),
+        "lowercase": config.lowercase,
+    }
+    return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
+
+
+def _opened(folder, lowercase):
+    """The corpus in a cache folder, or None if there is no complete one."""
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text())
+    except FileNotFoundError:
+        return None
+    vocab = Vocab.load(folder / "vocab.txt", lowercase)
+    sizes = {name: (folder / f"{name}.int32").stat().st_size // 4 for name in SPLITS}
+    if manifest["tokens"] != sizes or manifest["vocab"] != vocab.digest:
+        raise ValueError(f"the cache {folder} was damaged; delete it and try again.")
+    arrays = (np.memmap(folder / f"{name}.int32", "<i4", "r") for name in SPLITS)
+    return Corpus(*arrays, vocab)
+
+
+def _encode(config, sources, folder):
+    """Make a cache folder, all or nothing."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = pathlib.Path(tempfile.mkdtemp(prefix="partial-", dir=folder.parent))
+    try:
+        started = time.monotonic()
+        tokens, vocab = _write_ids(config, sources, partial)
+        manifest = {
+            "tokens": tokens,
+            "vocab": vocab.digest,
+            "seconds": round(time.monotonic() - started, 3),
+            "files": {name: [f.name for f in sources[name].files] for name in SPLITS},
+        }
+        vocab.save(partial / "vocab.txt")
+        (partial / "manifest.json").write_text(json.dumps(manifest, indent=1))
+        check(_opened(partial, config.lowercase))
+        _log_speed(config.name, manifest, len(vocab))
+        try:
+            partial.rename(folder)
+        except OSError:
+            # Another process was first, or the rename is a true failure.
+            if not (folder / "manifest.json").exists():
+                raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _write_ids(config, sources, folder):
+    """Write each split's ids; return their numbers and the vocabulary."""
+    numbering, vocab = vocab_lib.Numbering(), None
+    if config.vocab_file:
+        file = pathlib.Path(config.vocab_file).expanduser()
+        vocab = Vocab.load(file, config.lowercase)
+    total = sum(file.stat().st_size for s in sources.values() for file in s.files)
+    tokens = {}
+    # Short texts need no bar, and a log file wants none.
+    with tqdm.tqdm(
+        total=total, unit="B", unit_scale=True, delay=2, disable=None, file=sys.stderr
+    ) as bar:
+        for name in SPLITS:
+            bar.set_description(f"encoding {config.name} {name}")
+            path = folder / f"{name}.int32"
+            tokens[name] = _write_split(config, sources[name], path, numbering, bar)
+            if vocab is None and config.vocab_size:
+                # Only the training text says which words are frequent.
+                vocab = vocab_lib.most_frequent(
+                    numbering, config.vocab_size, config.lowercase
+                )
+    if vocab is None:
+        return tokens, vocab_lib.closed(numbering, config.lowercase)
+    table = vocab.renumbering(list(numbering.lookup))
+    for name in SPLITS:
+        _renumber(folder / f"{name}.int32", table)
+    return tokens, vocab
+
+
+def _write_split(config, source, path, numbering, bar):
+    tokens, words = 0, False
+    chunks = vocab_lib.numbered(source.chunks(), config.lowercase, _WORKERS)
+    with open(path, "wb") as file:
+        for chunk in chunks:
+            words |= chunk.words not in ([], [vocab_lib.EOS])
+            ids = numbering.number(chunk)
+            file.write(ids.astype("<i4", copy=False).data)
+            tokens += len(ids)
+            bar.update(chunk.progress)
+    if not words:
+        names = ", ".join(str(file) for file in source.files)
+        raise ValueError(f"there are no words in {names}.")
+    return tokens
+
+
+def _renumber(path, table):
+    ids = np.memmap(path, "<i4", "r+")
+    step = CHUNK_BYTES // 4
+    for start in range(0, len(ids), step):
+        ids[start : start + step] = table[ids[start : start + step]]
+    ids.flush()
+
+
+def _log_speed(name, manifest, vocab):
+    tokens = sum(manifest["tokens"].values())
+    speed = tokens / max(manifest["seconds"], 1e-9)
+    logging.info(
+        "encoded %s: %s tokens, %s words in the vocabulary, %.1fM words/s",
+        *(name, f"{tokens:,}", f"{vocab:,}", speed / 1e6),
+    )

@@ -1,0 +1,280 @@
+"""Words, their numbers, and the compiled loop that goes from one to the other.
+
+Text is a run of words between white space (Unicode's, as in `str.split`), and each
+line ends with the word `<eos>`; a line without words is `<eos>` alone, as in the
+reference code for PTB and WikiText-2. Splitting and hashing are done by Arrow, which
+releases the interpreter's lock; Python sees each distinct word of a chunk once.
+
+The text is read a single time: words are numbered as they first appear, whatever the
+vocabulary will be, and a table then maps these numbers to the vocabulary's.
+"""
+
+import collections
+import dataclasses
+import hashlib
+import os
+import pathlib
+from collections.abc import Iterable, Sequence
+from concurrent import futures
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+EOS, UNK = "<eos>", "<unk>"
+
+# Other people's vocabulary files spell the two special words in these ways.
+_EOS_SPELLINGS = (EOS, "</s>", "</S>")
+_UNK_SPELLINGS = (UNK, "<UNK>")
+
+
+@dataclasses.dataclass(frozen=True)
+class Vocab:
+    """An ordered list of distinct words.
+
+    Attributes:
+        words: the word of each id.
+        lowercase: whether text is lower-cased before it is looked up.
+        lookup: the id of each word.
+        eos: the id of the word that ends a line.
+        unk: the id of the word that stands for all others, or None if there is none.
+
+    Raises:
+        ValueError: for a duplicate, a word that is empty or has white space in it, or
+            a list without `<eos>`.
+    """
+
+    words: tuple[str, ...]
+    lowercase: bool = False
+    lookup: dict[str, int] = dataclasses.field(init=False, repr=False, compare=False)
+    eos: int = dataclasses.field(init=False)
+    unk: int | None = dataclasses.field(init=False)
+
+    def __post_init__(self):
+        object.__setattr__(self, "words", tuple(self.words))
+        lookup = {word: index for index, word in enumerate(self.words)}
+        _check_words(self.words, lookup)
+        eos = _first_present(_EOS_SPELLINGS, lookup)
+        if eos is None:
+            raise ValueError(f"the vocabulary has none of {_EOS_SPELLINGS}.")
+        object.__setattr__(self, "lookup", lookup)
+        object.__setattr__(self, "eos", eos)
+        object.__setattr__(self, "unk", _first_present(_UNK_SPELLINGS, lookup))
+
+    def __len__(self) -> int:
+        return len(self.words)
+
+    @property
+    def digest(self) -> str:
+        """A hash of the words in their order; two equal vocabularies share it."""
+        return hashlib.sha256(self._text()).hexdigest()
+
+    def save(self, path: os.PathLike | str) -> None:
+        """Write one word a line."""
+        pathlib.Path(path).write_bytes(self._text())
+
+    @classmethod
+    def load(cls, path: os.PathLike | str, lowercase: bool = False) -> "Vocab":
+        """Read one word a line; the inverse of `save`."""
+        raw = _checked(Chunk(pathlib.Path(path).read_bytes(), str(path), 1))
+        lines = raw.decode().removesuffix("\n").split("\n")
+        try:
+            return cls(tuple(line.removesuffix("\r") for line in lines), lowercase)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+
+    def split(self, text: str) -> list[str]:
+        """The words of a text, as the vocabulary sees them."""
+        words = _split(text.encode(), self.lowercase).to_pylist()
+        return [self.words[self.eos] if word == EOS else word for word in words]
+
+    def encode(self, text: str) -> np.ndarray:
+        """The ids of a text; each line break is an `<eos>`, and none is added.
+
+        Raises:
+            ValueError: if a word is unknown and the vocabulary has no `<unk>`.
+        """
+        words = self.split(text)
+        ids = self.renumbering(words) if words else []
+        return np.asarray(ids, np.int32)
+
+    def decode(self, ids: Iterable[int]) -> list[str]:
+        """The words of some ids.
+
+        Raises:
+            ValueError: if an id is not in the vocabulary.
+        """
+        ids = np.asarray(ids)
+        check_ids("ids", ids, len(self))
+        return [self.words[index] for index in ids.tolist()]
+
+    def renumbering(self, words: Sequence[str]) -> np.ndarray:
+        """The id of each of some words, which may spell the special words our way."""
+        aliases = {EOS: self.eos, UNK: self.unk}
+        ids = [self.lookup.get(word, aliases.get(word, self.unk)) for word in words]
+        unknown = [
+            word for word, index in zip(words, ids, strict=True) if index is None
+        ]
+        if unknown:
+            raise ValueError(
+                f"the vocabulary has no {UNK}, and {len(unknown):,} words are not in "
+                f"it: {unknown[:5]}."
+            )
+        return np.asarray(ids, np.int32)
+
+    def _text(self):
+        return "".join(f"{word}\n" for word in self.words).encode()
+
+
+class Corpus(NamedTuple):
+    """Three runs of ids and what they stand for; the arrays may be memory-mapped."""
+
+    train: np.ndarray
+    valid: np.ndarray
+    test: np.ndarray
+    vocab: Vocab
+
+
+class Chunk(NamedTuple):
+    """Some of a text, cut at white space, and where it was found."""
+
+    raw: bytes
+    source: str
+    line: int  # the number of its first line
+    progress: int = 0  # how many bytes of the source were read to get it
+
+
+class Numbered(NamedTuple):
+    """The words of a chunk: distinct ones as they first appear, and which is where."""
+
+    words: list[str]
+    index_T: np.ndarray
+    progress: int
+
+
+class Numbering:
+    """Gives words the numbers 0, 1, ... as they first appear, and counts them."""
+
+    def __init__(self):
+        self.lookup: dict[str, int] = {}
+        self.counts = np.zeros(0, np.int64)
+
+    def number(self, chunk: Numbered) -> np.ndarray:
+        """The numbers of a chunk's words, which are also counted."""
+        lookup = self.lookup
+        table = [lookup.setdefault(word, len(lookup)) for word in chunk.words]
+        table = np.asarray(table, np.int32)
+        grown = np.zeros(len(lookup) - len(self.counts), np.int64)
+        self.counts = np.concatenate([self.counts, grown])
+        self.counts[table] += np.bincount(chunk.index_T, minlength=len(table))
+        return table[chunk.index_T]
+
+
+def closed(numbering: Numbering, lowercase: bool) -> Vocab:
+    """Every word, in order of first appearance."""
+    return Vocab(tuple(numbering.lookup), lowercase)
+
+
+def most_frequent(numbering: Numbering, size: int, lowercase: bool) -> Vocab:
+    """`<unk>`, `<eos>` and the most frequent other words, `size` in all.
+
+    Words are in order of falling frequency; of two equally frequent ones the one that
+    appears first comes first.
+
+    Raises:
+        ValueError: if there is no room beside the two special words.
+    """
+    if size < 3:
+        raise ValueError(f"vocab_size must be 0 or at least 3, got {size}.")
+    words = list(numbering.lookup)
+    order = np.argsort(-numbering.counts, kind="stable")
+    ranked = (words[index] for index in order)
+    kept = [word for word in ranked if word not in (EOS, UNK)][: size - 2]
+    return Vocab((UNK, EOS, *kept), lowercase)
+
+
+def numbered(
+    chunks: Iterable[Chunk], lowercase: bool, workers: int
+) -> Iterable[Numbered]:
+    """Split chunks into words in `workers` threads, keeping their order.
+
+    At most `workers + 1` chunks are in memory at a time.
+
+    Raises:
+        ValueError: if a chunk is not UTF-8 text, naming its source and the line.
+    """
+
+    def split(chunk):
+        words = _split(_checked(chunk), lowercase).dictionary_encode()
+        indices = words.indices.to_numpy()
+        return Numbered(words.dictionary.to_pylist(), indices, chunk.progress)
+
+    with futures.ThreadPoolExecutor(workers) as pool:
+        waiting = collections.deque()
+        for chunk in chunks:
+            waiting.append(pool.submit(split, chunk))
+            if len(waiting) > workers:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+
+
+def check_ids(name: str, ids: np.ndarray, size: int) -> None:
+    """Raise ValueError unless `ids` are integers in [0, size)."""
+    if not np.issubdtype(ids.dtype, np.integer):
+        raise ValueError(f"{name} must be integers, got {ids.dtype}.")
+    if ids.size and not (0 <= ids.min() and ids.max() < size):
+        raise ValueError(
+            f"{name} must be in [0, {size}), but they span [{ids.min()}, {ids.max()}]."
+        )
+
+
+def _split(raw, lowercase):
+    """The words of UTF-8 bytes, with the word `<eos>` for each line break."""
+    text = pa.array([raw], pa.string())
+    if lowercase:
+        text = pc.utf8_lower(text)
+    text = pc.replace_substring(text, "\n", f" {EOS} ")
+    words = pc.utf8_split_whitespace(text).values
+    # Arrow keeps an empty string before leading and after trailing white space.
+    edges = [bool(len(words)) and words[end].as_py() == "" for end in (0, -1)]
+    return words[edges[0] : max(edges[0], len(words) - edges[1])]
+
+
+def _checked(chunk):
+    """The bytes of a chunk, once they are known to be text."""
+    if (nul := chunk.raw.find(b"\0")) >= 0:
+        raise ValueError(
+            f"{_place(chunk, nul)}: a NUL byte; the file is binary or not UTF-8."
+        )
+    try:
+        chunk.raw.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{_place(chunk, error.start)}: byte 0x{chunk.raw[error.start]:02x} is not "
+            f"UTF-8 ({error.reason})."
+        ) from error
+    return chunk.raw
+
+
+def _place(chunk, offset):
+    line = chunk.line + chunk.raw.count(b"\n", 0, offset)
+    return f"{chunk.source}, line {line}"
+
+
+def _check_words(words, lookup):
+    for index, word in enumerate(words):
+        if lookup[word] != index:
+            raise ValueError(
+                f"word {word!r} is in the vocabulary twice, at positions {index} and "
+                f"{lookup[word]} counting from 0."
+            )
+        if word.split() != [word]:
+            raise ValueError(
+                f"word {word!r} at position {index} is empty or has white space in it."
+            )
+
+
+def _first_present(spellings, lookup):
+    return next((lookup[word] for word in spellings if word in lookup), None)

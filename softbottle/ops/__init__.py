@@ -1,0 +1,6 @@
+"""The mixture likelihood on arrays; needs jax alone. See api.py."""
+
+from softbottle.ops.activations import Activation
+from softbottle.ops.api import log_probs, loss, nll, sample, scores, top_k
+
+__all__ = ["Activation", "log_probs", "loss", "nll", "sample", "scores", "top_k"]

@@ -1,0 +1,55 @@
+"""The choices that every operation takes, and the arithmetic they imply."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How an operation is computed; none of these changes what is computed.
+
+    Attributes:
+        compute_dtype: of the matrix products' inputs, for example jnp.bfloat16 over a
+            float32 table; None keeps the inputs' own. Sums are float32 or better, and
+            a gradient has the dtype of its input.
+        vocab: how many of the table's rows are words; the rest is padding that gets
+            probability zero. None means all of them.
+        vocab_axis: inside `shard_map`, the mesh axis over which the table's rows are
+            split; `vocab` and the labels still count the whole vocabulary.
+        implementation: "auto", or one of the names in ops/api.py.
+        budget_bytes: what one block of float logits may take.
+    """
+
+    compute_dtype: Any = None
+    vocab: int | None = None
+    vocab_axis: str | None = None
+    implementation: str = "auto"
+    budget_bytes: int = 32 * 2**20
+
+    def __post_init__(self):
+        """Reject values that no implementation could use."""
+        if self.budget_bytes < 1:
+            raise ValueError(f"budget_bytes must be positive, got {self.budget_bytes}.")
+        if self.vocab is not None and self.vocab < 1:
+            raise ValueError(f"vocab must be positive, got {self.vocab}.")
+        if self.compute_dtype is not None:
+            object.__setattr__(self, "compute_dtype", jnp.dtype(self.compute_dtype))
+
+
+def sum_dtype(*arrays: jax.Array) -> jnp.dtype:
+    """The dtype of reductions: float32, or float64 when an input has it."""
+    return jnp.promote_types(jnp.result_type(*arrays), jnp.float32)
+
+
+def product_dtype(options: Options, *arrays: jax.Array) -> jnp.dtype:
+    """The dtype of the matrix products' inputs."""
+    return options.compute_dtype or jnp.result_type(*arrays)
+
+
+def chunk_count(tokens: int, bytes_per_token: int, budget_bytes: int) -> int:
+    """The fewest chunks of tokens whose blocks fit the budget (at least one)."""
+    per_chunk = max(1, min(tokens, budget_bytes // max(1, bytes_per_token)))
+    return max(1, -(-tokens // per_chunk))
