@@ -8,6 +8,9 @@ does not exist, or a value of the wrong type, is an error the moment it is set.
 
 import dataclasses
 import json
+import re
+import sys
+from collections.abc import Sequence
 from typing import Any
 
 HEADS = ("softmax", "moc", "mos", "sigsoftmax", "moss", "gss", "plif", "lowrank")
@@ -140,8 +143,10 @@ class Optim(Section):
 
     name: str = "adamw"  # one of OPTIMISERS
     learning_rate: float = 1e-3
+    slope_learning_rate: float = 0.0  # plif's slopes; 0: as all the rest
+    warmup_steps: int = 0  # adamw: a linear rise
+    decay_steps: int = 0  # adamw: a cosine fall over these steps; 0: none
     end_factor: float = 0.0  # adamw: the last learning rate over the peak
-    warmup_steps: int = 0  # adamw
     weight_decay: float = 0.0
     clip: float = 0.0  # global norm; 0 switches it off
     averaging: str = "none"  # one of AVERAGING
@@ -162,7 +167,7 @@ class Train(Section):
     keep: int = 2  # newest checkpoints kept, beside the best
     series: bool = False  # also keep checkpoints at log-spaced steps
     init_from: str = ""  # start from the best checkpoint of this run
-    stop_patience: int = 0  # stop when no better than the best this many epochs ago
+    stop_patience: int = 0  # stop when no better than the best of all but so many
     equal_softmax: bool = False  # also train a softmax with as many parameters
 
 
@@ -217,6 +222,21 @@ def differences(ours: Config, theirs: dict[str, Any]) -> list[str]:
         for name in sorted(flat_ours.keys() | flat_theirs.keys())
         if flat_ours.get(name) != flat_theirs.get(name)
     ]
+
+
+def check_overrides(arguments: Sequence[str]) -> None:
+    """Exit with a clear message if a `--config.section.field` does not exist.
+
+    ml_collections would raise a bare KeyError from deep inside the flag parser.
+    """
+    for argument in arguments:
+        match = re.match(r"--?(?:no)?config\.([^=]+)", argument)
+        section = Config()
+        for name in match[1].split(".") if match else ():
+            try:
+                section = getattr(section, name)
+            except AttributeError as error:
+                sys.exit(f"{argument}: {error}")
 
 
 def context_dim(config: Config) -> int:
@@ -276,7 +296,7 @@ def _check_ranges(config):
     for name, value in flat.items():
         if isinstance(value, int | float) and not value >= 0 and name != "head.center":
             raise ValueError(f"{name} must not be negative, got {value!r}.")
-    for name in "rows input hidden output latent recurrent".split():
+    for name in ["rows", "input", "hidden", "output", "latent", "recurrent"]:
         rate = getattr(config.regularise, name)
         if not 0 <= rate < 1:
             raise ValueError(f"regularise.{name} must be in [0, 1), got {rate!r}.")

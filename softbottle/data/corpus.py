@@ -27,8 +27,8 @@ import pathlib
 import re
 import shutil
 import sys
-import tempfile
 import time
+import uuid
 import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -45,7 +45,7 @@ from softbottle.data import vocab as vocab_lib
 from softbottle.data.vocab import Chunk, Corpus, Vocab
 
 SPLITS = ("train", "valid", "test")
-CHUNK_BYTES = 1 << 24
+CHUNK_BYTES = 1 << 23
 
 # Bumped when the same text and settings would give other ids.
 _FORMAT = 1
@@ -53,7 +53,7 @@ _WORKERS = min(8, os.cpu_count() or 1)
 _NAMES = {"ptb": "ptb.{}.txt", "wt2": "wiki.{}.tokens", "text": "{}.txt"}
 _LM1B = "{}-monolingual.tokenized.shuffled"
 _LM1B_SHARDS = {"valid": (0, 10), "test": (20, 30, 40)}
-_OPENERS = {".gz": gzip.GzipFile, ".xz": lzma.LZMAFile}
+_OPENERS = {".gz": gzip.open, ".xz": lzma.open}
 _MD5 = {
     "ptb.train.txt": "f26c4b92c5fdc7b3f8c7cdcb991d8420",
     "ptb.valid.txt": "aa0affc06ff7c36e977d7cd49e3839bf",
@@ -251,8 +251,8 @@ def _opened(folder, lowercase):
 
 def _encode(config, sources, folder):
     """Make a cache folder, all or nothing."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = pathlib.Path(tempfile.mkdtemp(prefix="partial-", dir=folder.parent))
+    partial = folder.parent / f"partial-{uuid.uuid4().hex}"
+    partial.mkdir(parents=True)
     try:
         started = time.monotonic()
         tokens, vocab = _write_ids(config, sources, partial)

@@ -224,7 +224,7 @@ def check_ids(name: str, ids: np.ndarray, size: int) -> None:
     """Raise ValueError unless `ids` are integers in [0, size)."""
     if not np.issubdtype(ids.dtype, np.integer):
         raise ValueError(f"{name} must be integers, got {ids.dtype}.")
-    if ids.size and not (0 <= ids.min() and ids.max() < size):
+    if ids.size and not (ids.min() >= 0 and ids.max() < size):
         raise ValueError(
             f"{name} must be in [0, {size}), but they span [{ids.min()}, {ids.max()}]."
         )
@@ -236,10 +236,9 @@ def _split(raw, lowercase):
     if lowercase:
         text = pc.utf8_lower(text)
     text = pc.replace_substring(text, "\n", f" {EOS} ")
-    words = pc.utf8_split_whitespace(text).values
-    # Arrow keeps an empty string before leading and after trailing white space.
-    edges = [bool(len(words)) and words[end].as_py() == "" for end in (0, -1)]
-    return words[edges[0] : max(edges[0], len(words) - edges[1])]
+    # Arrow would make empty words of white space at the edges.
+    words = pc.utf8_split_whitespace(pc.utf8_trim_whitespace(text)).values
+    return words if words[0].as_py() else words[:0]
 
 
 def _checked(chunk):

@@ -52,7 +52,7 @@ def generalised(theta: tuple[jax.Array, jax.Array], z: jax.Array) -> jax.Array:
 
 
 def piecewise_even(theta: Segments, z: jax.Array) -> jax.Array:
-    """A piecewise-linear g whose segments have equal lengths: the index is a division."""
+    """A piecewise-linear g with segments of one length: the index is a division."""
     step = theta.positions_N[1] - theta.positions_N[0]
     index = jnp.floor((z - theta.positions_N[0]) / step)
     return _interpolate(theta, z, jnp.clip(index, 0, len(theta.values_N) - 1))

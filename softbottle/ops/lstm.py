@@ -111,8 +111,10 @@ def stack(
         masks: for each layer but the last, factors [B, H] on what the next layer
             reads, the same at every position and absent from the layer's own
             recurrence. They are constants: no gradient flows to them.
-        valid_SB: as in `lstm`, like `compute_dtype` and `unroll`.
+        valid_SB: False on padding, as in `lstm`.
         implementation: "scan" or "wavefront".
+        compute_dtype: as in `lstm`.
+        unroll: as in `lstm`.
 
     Returns:
         The last layer's outputs [S, B, H] and the state of each layer.
@@ -124,12 +126,11 @@ def stack(
         raise ValueError(
             f"implementation must be one of {IMPLEMENTATIONS}, got {implementation!r}."
         )
-    if len(carries) != len(layers):
-        raise ValueError(f"got {len(carries)} states for {len(layers)} layers.")
-    if masks is not None and len(masks) != len(layers) - 1:
-        raise ValueError(
-            f"{len(layers)} layers take {len(layers) - 1} masks, got {len(masks)}."
-        )
+    depth = len(layers)
+    if len(carries) != depth:
+        raise ValueError(f"{depth} layers take {depth} states, got {len(carries)}.")
+    if masks is not None and len(masks) != depth - 1:
+        raise ValueError(f"{depth} layers take {depth - 1} masks, got {len(masks)}.")
     if valid_SB is None:
         valid_SB = jnp.ones(inputs_SBI.shape[:2], bool)
     dtype = jnp.dtype(inputs_SBI.dtype if compute_dtype is None else compute_dtype)
@@ -160,10 +161,11 @@ def _wavefront(wave, inputs_SBI, carries, layers, masks, valid_SB):
         below = [_widen(w.input_IG, width, width) for w in layers[1:]]
         below_LHG = jnp.stack([jnp.zeros_like(weight_LJG[0]), *below])
         weight_LJG = jnp.concatenate([below_LHG, weight_LJG], axis=1)
+    biases = [w.input_bias_G + w.recurrent_bias_G for w in layers]
     operands = _Operands(
         inputs_SBI,
         _widen(layers[0].input_IG, inputs_SBI.shape[-1], width),
-        jnp.stack([_widen(_bias(w)[None], 1, width)[0] for w in layers]),
+        jnp.stack([_widen(bias_G[None], 1, width)[0] for bias_G in biases]),
         weight_LJG,
         jnp.stack([_pad_last(carry.hidden_BH, width) for carry in carries]),
         jnp.stack([_pad_last(carry.cell_BH, width) for carry in carries]),
@@ -176,10 +178,6 @@ def _wavefront(wave, inputs_SBI, carries, layers, masks, valid_SB):
         for index, size in enumerate(sizes)
     ]
     return outputs_SBH[:, :, : sizes[-1]], tuple(finals)
-
-
-def _bias(weights):
-    return weights.input_bias_G + weights.recurrent_bias_G
 
 
 def _pad_last(values_BH, width):
@@ -280,11 +278,8 @@ def _bars_after_loop(dtype, operands, before_SLBH, state_bars, z_bar_SLBG):
         mask_MBH=None,
         valid_SB=None,
     )
-    cast = [
-        None if bar is None else bar.astype(operand.dtype)
-        for bar, operand in zip(bars, operands, strict=True)
-    ]
-    return _Operands(*cast)
+    constant = operands._replace(mask_MBH=None, valid_SB=None)
+    return jax.tree.map(lambda bar, value: bar.astype(value.dtype), bars, constant)
 
 
 _wave.defvjp(_forward, _backward)
@@ -292,7 +287,7 @@ _wave.defvjp(_forward, _backward)
 
 def _product(axes, dtype, left, right):
     """An einsum of `dtype` operands, summed in float32 or wider."""
-    wide = jnp.promote_types(dtype, jnp.float32)
+    wide = jnp.float64 if dtype == jnp.float64 else jnp.float32
     return jnp.einsum(
         axes, left.astype(dtype), right.astype(dtype), preferred_element_type=wide
     )

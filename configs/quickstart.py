@@ -1,0 +1,39 @@
+"""See the softmax bottleneck on a laptop, on a language made on the spot.
+
+    python launch/train.py --config configs/quickstart.py --workdir runs/quickstart
+    python launch/train.py --config configs/quickstart.py:softmax --workdir runs/softmax
+
+Heads: mos (default), softmax, moc, sigsoftmax, moss. All see the same text through the
+same width d = 8; a softmax of that width can give its log-probabilities rank 10, and
+the language has rank 128.
+"""
+
+from softbottle.config import Config
+
+COMPONENTS = {"softmax": 1, "sigsoftmax": 1, "moc": 8, "mos": 8, "moss": 8}
+
+
+def get_config(head: str = "mos") -> Config:
+    if head not in COMPONENTS:
+        raise ValueError(f"no head {head!r} here; there are {sorted(COMPONENTS)}.")
+    config = Config()
+    config.data.rows, config.data.length = 32, 32
+    config.data.synthetic.train_tokens = 2_000_000
+    config.data.synthetic.eval_tokens = 100_000
+    config.data.eval_rows, config.data.test_rows = 100, 100
+    config.head.name, config.head.components = head, COMPONENTS[head]
+    config.model.backbone, config.model.tied = "window", False
+    config.model.embed_dim = config.model.hidden_dim = 64
+    config.model.context_dim = 8
+    # A mixture's contexts are projections of a state that may be wider than they are;
+    # a single softmax reads the state itself.
+    config.model.last_dim = 64 if COMPONENTS[head] > 1 else 8
+    config.optim.learning_rate = 2e-2
+    config.optim.warmup_steps = 50
+    config.optim.decay_steps = 3000
+    config.train.steps = 3000
+    config.train.eval_every = 1000
+    config.train.checkpoint_every = 500
+    config.train.log_every = 100
+    config.train.equal_softmax = head == "mos"
+    return config

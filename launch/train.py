@@ -1,0 +1,36 @@
+"""Train a model.
+
+    python launch/train.py --config configs/quickstart.py --workdir runs/quickstart
+    python launch/train.py --config configs/ptb.py:mos --config.train.steps=1000
+
+`file.py:arg` picks a variant, `--config.section.field=value` changes one setting.
+Started again with the same --workdir, a run goes on from its newest checkpoint.
+"""
+
+import sys
+
+from absl import app, flags, logging
+from ml_collections import config_flags
+
+from softbottle import config, train
+
+CONFIG = config_flags.DEFINE_config_file("config", help_string="A file of configs/.")
+WORKDIR = flags.DEFINE_string(
+    "workdir", None, "Where checkpoints, metrics and the summary go.", required=True
+)
+
+
+def main(arguments: list[str]) -> None:
+    """Train what the flags say."""
+    if len(arguments) > 1:
+        raise app.UsageError(f"not understood: {arguments[1:]}")
+    if CONFIG.value is None:
+        raise app.UsageError("--config is needed, for example configs/quickstart.py")
+    # Orbax tells at length, at level info, what it does.
+    logging.set_verbosity(logging.WARNING)
+    train.run(CONFIG.value, WORKDIR.value)
+
+
+if __name__ == "__main__":
+    config.check_overrides(sys.argv[1:])
+    app.run(main)

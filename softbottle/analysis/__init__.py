@@ -1,0 +1,1 @@
+"""Instruments that show the bottleneck, on plain arrays."""

@@ -1,0 +1,99 @@
+"""The AWD-LSTM: LSTM layers with locked dropout and dropped recurrent weights.
+
+With m a mask that is drawn once a row and kept over time, and M one that is drawn
+once a call for every hidden-to-hidden weight,
+
+    raw_0 = embedded,    raw_l = LSTM_l(m_{l-1} * raw_{l-1};  W_x, M_l * W_h),
+
+and the states that the head reads are m_n * raw_n. In evaluation every mask is 1.
+"""
+
+import math
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from softbottle.backbones import base, dropout
+from softbottle.ops import lstm
+
+
+class AwdLstm(nn.Module):
+    """LSTM layers of widths[0] -> widths[1] -> ... -> widths[-1].
+
+    The rows are contiguous streams: the state runs through segments and on into the
+    next batch. Positions of segment 0 are padding at the end of a row; they leave the
+    state alone and give 0.
+    """
+
+    widths: tuple[int, ...]
+    rates: dropout.Rates = dropout.Rates()
+    compute_dtype: str = "float32"
+    implementation: str = "wavefront"  # one of ops.lstm.IMPLEMENTATIONS
+    unroll: int = 4
+
+    def initial_carry(self, rows: int) -> tuple[lstm.Carry, ...]:
+        """Zero states of every layer."""
+        zeros = [jnp.zeros((rows, size), jnp.float32) for size in self.widths[1:]]
+        return tuple(lstm.Carry(zeros_BH, zeros_BH) for zeros_BH in zeros)
+
+    @nn.compact
+    def __call__(
+        self,
+        embedded_BSE: jax.Array,
+        carry: tuple[lstm.Carry, ...],
+        segments_BS: jax.Array,
+        *,
+        train: bool,
+    ) -> base.Trunk:
+        """Run the layers; in training the stream "dropout" gives the masks."""
+        rates = self.rates if train else dropout.Rates()
+        rows = embedded_BSE.shape[0]
+        inputs_BSE = base.drop_locked(self, rates.input, embedded_BSE)
+        masks = None
+        if rates.hidden:
+            masks = [
+                dropout.locked(self.make_rng("dropout"), rates.hidden, rows, size)[:, 0]
+                for size in self.widths[1:-1]
+            ]
+        raw_SBD, carry = lstm.stack(
+            inputs_BSE.transpose(1, 0, 2),
+            carry,
+            [self._layer(index, rates) for index in range(len(self.widths) - 1)],
+            masks,
+            segments_BS.T > 0,
+            implementation=self.implementation,
+            compute_dtype=self.compute_dtype,
+            unroll=self.unroll,
+        )
+        raw_BSD = raw_SBD.transpose(1, 0, 2)
+        hidden_BSD = base.drop_locked(self, rates.output, raw_BSD)
+        return base.Trunk(hidden_BSD, raw_BSD, carry)
+
+    def _layer(self, index, rates):
+        inputs, size = self.widths[index : index + 2]
+        named = self.param(f"layer_{index}", _init_layer, inputs, size)
+        weights = lstm.Weights(**named)
+        if not rates.recurrent:
+            return weights
+        key, shape = self.make_rng("dropout"), weights.recurrent_HG.shape
+        mask_HG = dropout.elements(key, rates.recurrent, *shape)
+        return weights._replace(
+            recurrent_HG=dropout.masked(weights.recurrent_HG, mask_HG)
+        )
+
+
+def _init_layer(key, inputs, size):
+    """PyTorch's start: every parameter uniform in plus or minus 1 / sqrt(H)."""
+    shapes = {
+        "input_IG": (inputs, 4 * size),
+        "recurrent_HG": (size, 4 * size),
+        "input_bias_G": (4 * size,),
+        "recurrent_bias_G": (4 * size,),
+    }
+    bound = 1 / math.sqrt(size)
+    keys = jax.random.split(key, len(shapes))
+    return {
+        name: jax.random.uniform(key, shape, jnp.float32, -bound, bound)
+        for key, (name, shape) in zip(keys, shapes.items(), strict=True)
+    }

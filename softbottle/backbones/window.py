@@ -1,0 +1,84 @@
+"""A feed-forward n-gram model: the last few words through one hidden layer.
+
+    h_t = tanh([e_{t-n+1}, ..., e_t] W + b) U + c,
+
+with e = 0 for words before the start of the segment that t belongs to.
+"""
+
+from typing import NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from softbottle.backbones import base, dropout
+
+
+class Carry(NamedTuple):
+    """The P = order - 1 words before the batch; segment 0 where there is none."""
+
+    embedded_BPE: jax.Array
+    segments_BP: jax.Array
+
+
+class Window(nn.Module):
+    """Hidden states that see the last `order` words of their segment."""
+
+    order: int
+    embed_dim: int
+    hidden_dim: int
+    last_dim: int
+    rates: dropout.Rates = dropout.Rates()
+    compute_dtype: str = "float32"
+
+    def initial_carry(self, rows: int) -> Carry:
+        """No words before the first."""
+        past = self.order - 1
+        embedded_BPE = jnp.zeros((rows, past, self.embed_dim), jnp.float32)
+        return Carry(embedded_BPE, jnp.zeros((rows, past), jnp.int32))
+
+    @nn.compact
+    def __call__(
+        self,
+        embedded_BSE: jax.Array,
+        carry: Carry,
+        segments_BS: jax.Array,
+        *,
+        train: bool,
+    ) -> base.Trunk:
+        """Run the network; in training the stream "dropout" gives the masks."""
+        rates = self.rates if train else dropout.Rates()
+        stream = Carry(
+            jnp.concatenate([carry.embedded_BPE, embedded_BSE], axis=1),
+            jnp.concatenate([carry.segments_BP, segments_BS], axis=1),
+        )
+        context_BSC = _contexts(stream, segments_BS)
+        dense = {"dtype": self.compute_dtype}
+        inner_BSH = nn.Dense(self.hidden_dim, name="inner", **dense)(context_BSC)
+        raw_BSD = nn.Dense(self.last_dim, name="outer", **dense)(jnp.tanh(inner_BSH))
+        raw_BSD = raw_BSD.astype(embedded_BSE.dtype)
+        hidden_BSD = base.drop_locked(self, rates.output, raw_BSD)
+        carry = _last(stream, segments_BS, self.order - 1)
+        return base.Trunk(hidden_BSD, raw_BSD, carry)
+
+
+def _contexts(stream, segments_BS):
+    """The last words of each position, the oldest first, side by side."""
+    length = segments_BS.shape[1]
+    words = []
+    for start in range(stream.segments_BP.shape[1] - length + 1):
+        window = slice(start, start + length)
+        same_BS = stream.segments_BP[:, window] == segments_BS
+        embedded_BSE = stream.embedded_BPE[:, window]
+        words.append(jnp.where(same_BS[:, :, None], embedded_BSE, 0))
+    return jnp.concatenate(words, axis=-1)
+
+
+def _last(stream, segments_BS, past):
+    """The last `past` words before each row's padding."""
+    lengths_B = jnp.sum(segments_BS > 0, axis=1)
+    index_BP = lengths_B[:, None] + jnp.arange(past)[None]
+    return Carry(
+        jnp.take_along_axis(stream.embedded_BPE, index_BP[:, :, None], axis=1),
+        jnp.take_along_axis(stream.segments_BP, index_BP, axis=1),
+    )

@@ -1,0 +1,150 @@
+"""From a config to an optax transformation, and the averages of NT-ASGD.
+
+    sgd     p <- p - lr (length / bptt) (clip(g) + decay p)
+    adamw   clip, Adam, decoupled decay, linear warm-up and cosine fall
+    average mean_t = mean_{t-1} + (p_t - mean_{t-1}) / max(1, t - 1)
+
+The average is Polyak's, with PyTorch's ASGD counting (its first two steps overwrite).
+It lives in the optimiser's state and lies idle until `start_averaging`: when the
+validation loss is no better than the best loss older than `patience` epochs ("nt"), at
+a given epoch ("et"), or at once ("now").
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from softbottle import config as config_lib
+
+
+class Averaged(NamedTuple):
+    """The state of `averaged`: the inner optimiser's, and the running mean."""
+
+    inner: Any
+    active: jax.Array
+    count: jax.Array
+    mean: Any
+
+
+def make(config: config_lib.Optim) -> optax.GradientTransformationExtraArgs:
+    """The optimiser of a config; its update takes `scale`, of the learning rate."""
+    parts = [optax.clip_by_global_norm(config.clip)] if config.clip else []
+    if config.name == "adamw":
+        parts.append(optax.scale_by_adam())
+    if config.weight_decay:
+        parts.append(optax.add_decayed_weights(config.weight_decay))
+    if config.slope_learning_rate:
+        factor = config.slope_learning_rate / config.learning_rate
+        parts.append(_scale_slopes(factor))
+    parts += [optax.scale_by_learning_rate(learning_rate(config)), _scale_by_argument()]
+    chain = optax.chain(*parts)
+    return chain if config.averaging == "none" else averaged(chain, config.averaging)
+
+
+def learning_rate(config: config_lib.Optim) -> optax.Schedule:
+    """The learning rate as a function of the step."""
+    peak, warmup = config.learning_rate, config.warmup_steps
+    if config.name == "sgd" or not (warmup or config.decay_steps):
+        return optax.constant_schedule(peak)
+    if not config.decay_steps:
+        return optax.linear_schedule(0.0, peak, warmup)
+    return optax.warmup_cosine_decay_schedule(
+        init_value=0.0 if warmup else peak,
+        peak_value=peak,
+        warmup_steps=warmup,
+        decay_steps=config.decay_steps,
+        end_value=peak * config.end_factor,
+    )
+
+
+def averaged(
+    inner: optax.GradientTransformation, averaging: str
+) -> optax.GradientTransformationExtraArgs:
+    """`inner`, with a running mean of the parameters that can be switched on."""
+    inner = optax.with_extra_args_support(inner)
+
+    def init(params):
+        return Averaged(
+            inner.init(params),
+            jnp.asarray(averaging == "now"),
+            jnp.zeros((), jnp.int32),
+            jax.tree.map(jnp.copy, params),
+        )
+
+    def update(updates, state, params=None, **extra):
+        updates, inner_state = inner.update(updates, state.inner, params, **extra)
+        count = state.count + state.active.astype(jnp.int32)
+        weight = jnp.where(state.active, 1.0 / jnp.maximum(1, count - 1), 0.0)
+        new = optax.apply_updates(params, updates)
+        mean = jax.tree.map(
+            lambda old, value: old + weight.astype(old.dtype) * (value - old),
+            state.mean,
+            new,
+        )
+        return updates, Averaged(inner_state, state.active, count, mean)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def start_averaging(opt_state: Averaged) -> Averaged:
+    """The state from which the mean is kept."""
+    return opt_state._replace(active=jnp.ones_like(opt_state.active))
+
+
+def is_averaging(opt_state: Any) -> bool:
+    """Whether the mean is being kept (and is what should be evaluated)."""
+    return isinstance(opt_state, Averaged) and bool(opt_state.active)
+
+
+def evaluation_params(opt_state: Any, params: Any) -> Any:
+    """The mean once it is kept, the parameters themselves before."""
+    return opt_state.mean if is_averaging(opt_state) else params
+
+
+def should_average(
+    config: config_lib.Optim, earlier: Sequence[float], loss: float, epoch: int
+) -> bool:
+    """Whether averaging begins after an epoch.
+
+    Args:
+        config: `averaging`, `patience` and `switch_epoch` are read.
+        earlier: validation losses of the epochs before, oldest first.
+        loss: the validation loss of the epoch that has just ended.
+        epoch: how many epochs are complete.
+    """
+    if config.averaging == "nt":
+        return no_better(earlier, loss, config.patience)
+    return config.averaging == "et" and epoch >= config.switch_epoch
+
+
+def no_better(earlier: Sequence[float], loss: float, patience: int) -> bool:
+    """Whether a loss exceeds the best of all but the last `patience` before it."""
+    return len(earlier) > patience and loss > min(earlier[:-patience])
+
+
+def _scale_by_argument():
+    """Multiply the updates by the argument `scale` of `update`."""
+
+    def update(updates, state, params=None, *, scale=1.0, **extra):
+        del params, extra
+        return jax.tree.map(lambda leaf: leaf * scale, updates), state
+
+    return optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
+
+
+def _scale_slopes(factor):
+    """Multiply the updates of PLIF's slopes, which live on a scale of their own."""
+
+    def update(updates, state, params=None):
+        del params
+        return jax.tree.map_with_path(
+            lambda path, leaf: (
+                leaf * factor if "slope_N" in jax.tree_util.keystr(path) else leaf
+            ),
+            updates,
+        ), state
+
+    return optax.GradientTransformation(lambda _: optax.EmptyState(), update)

@@ -1,0 +1,93 @@
+"""The state of a run, and the one door through which a finished run is read."""
+
+import json
+import pathlib
+from typing import Any, NamedTuple
+
+import flax.struct
+import jax
+
+from softbottle import checkpoint, model
+from softbottle import config as config_lib
+from softbottle.data.vocab import Vocab
+
+
+@flax.struct.dataclass
+class TrainState:
+    """All that a step changes."""
+
+    step: jax.Array
+    params: Any
+    opt_state: Any
+    carry: Any
+
+
+class Run(NamedTuple):
+    """A trained model: its config, vocabulary, functions and parameters."""
+
+    config: config_lib.Config
+    vocab: Vocab
+    model: model.Model
+    params: Any
+    step: int
+
+
+def write_run(workdir: pathlib.Path, config: config_lib.Config, vocab: Vocab) -> None:
+    """Write what `load_run` needs beside the checkpoints, or check that it matches.
+
+    Raises:
+        ValueError: naming the fields on which this config and the stored one differ,
+            or that the vocabulary is another.
+    """
+    workdir.mkdir(parents=True, exist_ok=True)
+    path = workdir / "config.json"
+    if path.exists():
+        stored = json.loads(path.read_text())
+        _check_same(workdir, config, stored)
+        if Vocab.load(workdir / "vocab.txt").digest != vocab.digest:
+            raise ValueError(
+                f"the corpus's vocabulary ({len(vocab):,} words) is not the one that "
+                f"the run in {workdir} was trained with."
+            )
+    vocab.save(workdir / "vocab.txt")
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(config_lib.to_dict(config), indent=2))
+    temporary.replace(path)
+
+
+def load_run(workdir: pathlib.Path | str) -> Run:
+    """The model of a run with its best parameters.
+
+    Raises:
+        ValueError: if the folder holds no run.
+    """
+    workdir = pathlib.Path(workdir)
+    path = workdir / "config.json"
+    if not path.exists():
+        raise ValueError(f"{workdir} holds no run: there is no config.json in it.")
+    config = config_lib.validate(config_lib.from_dict(json.loads(path.read_text())))
+    vocab = Vocab.load(workdir / "vocab.txt", config.data.lowercase)
+    functions = model.make(config, len(vocab))
+    like = jax.eval_shape(functions.init, jax.random.key(0))
+    best = checkpoint.Checkpoints(workdir / "best", keep=1)
+    try:
+        params, host = best.restore(like)
+    finally:
+        best.close()
+    return Run(config, vocab, functions, params, host["step"])
+
+
+def _check_same(workdir, config, stored):
+    """How long a run is and what it prints may change; what it computes may not."""
+    free = ("train.", "data.path", "data.cache")
+    different = [
+        line
+        for line in config_lib.differences(config, stored)
+        if not line.startswith(free)
+    ]
+    if different:
+        raise ValueError(
+            f"the run in {workdir} was started with other settings; "
+            + "; ".join(different)
+            + ". Use another --workdir, or these settings."
+        )

@@ -1,0 +1,467 @@
+"""Training: one pure step, and the loop that feeds it.
+
+The key of a step is a function of (seed, step), the batch a function of the stream's
+position, and everything else is in the checkpoint, so a resumed run is the same run.
+The loop reads a step's metrics after the next step is under way, so that the device
+never waits for the host.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import json
+import math
+import pathlib
+import platform
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from softbottle import checkpoint, evaluate, metrics, optim
+from softbottle import config as config_lib
+from softbottle import model as model_lib
+from softbottle import state as state_lib
+from softbottle.analysis import truth
+from softbottle.data import corpus as corpus_lib
+from softbottle.data.batches import Stream
+from softbottle.data.vocab import Corpus
+from softbottle.state import TrainState
+
+
+class NonFiniteLossError(RuntimeError):
+    """The loss or the gradient stopped being a number."""
+
+
+@dataclasses.dataclass
+class History:
+    """What the loop itself remembers; saved with every checkpoint."""
+
+    losses: list[float] = dataclasses.field(default_factory=list)  # validation
+    best: float = math.inf
+    seconds: float = 0.0
+    stopped: bool = False
+
+
+class Trainer(NamedTuple):
+    """The parts of a run that do not change."""
+
+    config: config_lib.Config
+    workdir: pathlib.Path
+    corpus: Corpus
+    model: model_lib.Model
+    step: Callable[..., tuple[TrainState, dict[str, jax.Array]]]
+    evaluate: Callable[..., evaluate.Evaluation]
+    stream: Stream
+    latest: checkpoint.Checkpoints
+    best: checkpoint.Checkpoints
+    series: checkpoint.Checkpoints | None
+
+
+def run(config: config_lib.Config, workdir: pathlib.Path | str) -> dict[str, Any]:
+    """Train a model, or go on training it, and sum it up.
+
+    Args:
+        config: a run's settings; validated and frozen here.
+        workdir: where checkpoints, metrics and the summary go. A run that is already
+            there is resumed.
+
+    Returns:
+        What `workdir/summary.json` holds; empty if the run was asked to stop early.
+
+    Raises:
+        ValueError: if the settings contradict themselves or the run in `workdir`.
+        NonFiniteLossError: naming the step and the batch.
+        checkpoint.CheckpointError: if a checkpoint cannot be written or read.
+    """
+    workdir = pathlib.Path(workdir)
+    trainer = _prepare(config_lib.validate(config), workdir)
+    try:
+        state, history = _start(trainer)
+        state, history, finished = _loop(trainer, state, history)
+    finally:
+        for kept in (trainer.latest, trainer.best, trainer.series):
+            if kept is not None:
+                kept.close()
+    return _finish(trainer, int(state.step), history) if finished else {}
+
+
+def make_step(
+    config: config_lib.Config,
+    model: model_lib.Model,
+    tx: optax.GradientTransformationExtraArgs,
+) -> Callable[..., tuple[TrainState, dict[str, jax.Array]]]:
+    """A compiled `step(state, batch, fresh) -> (state, metrics)`; `state` is donated.
+
+    `fresh` says that the batch begins an epoch, so that no carry fits it. The learning
+    rate is scaled by the batch's true length where lengths vary.
+    """
+    key = jax.random.key(config.seed)
+    schedule = optim.learning_rate(config.optim)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(state, batch, fresh):
+        rows = batch.ids_BS.shape[0]
+        carry = jax.tree.map(
+            lambda first, last: jnp.where(fresh, first, last),
+            model.initial_carry(rows),
+            state.carry,
+        )
+        grads, loss, carry = _gradient(
+            model,
+            state.params,
+            batch,
+            carry,
+            jax.random.fold_in(key, state.step),
+            config.optim.accumulate,
+        )
+        scale = 1.0
+        if config.data.variable:
+            true_length = jnp.max(jnp.sum(batch.weights_BS, axis=1))
+            scale = true_length / config.data.length
+        updates, opt_state = tx.update(
+            grads, state.opt_state, state.params, scale=scale
+        )
+        measured = {
+            "total": loss.total,
+            "count": loss.count,
+            "penalty": loss.penalty,
+            "grad_norm": optax.tree.norm(grads),
+            "learning_rate": schedule(state.step) * scale,
+        }
+        params = optax.apply_updates(state.params, updates)
+        return TrainState(state.step + 1, params, opt_state, carry), measured
+
+    return step
+
+
+def init_state(
+    config: config_lib.Config,
+    model: model_lib.Model,
+    tx: optax.GradientTransformationExtraArgs,
+) -> TrainState:
+    """The state before the first step."""
+    params = model.init(jax.random.fold_in(jax.random.key(config.seed), 2**31))
+    carry = model.initial_carry(config.data.rows)
+    return TrainState(jnp.zeros((), jnp.int32), params, tx.init(params), carry)
+
+
+def _gradient(model, params, batch, carry, key, accumulate):
+    """Gradient of the mean loss, the batch's rows taken in `accumulate` parts."""
+
+    def objective(params, batch, carry, key):
+        loss, carry = model.loss(params, batch, carry, key)
+        return loss.total / loss.count + loss.penalty, (loss, carry)
+
+    differentiate = jax.grad(objective, has_aux=True)
+    if accumulate == 1:
+        grads, (loss, carry) = differentiate(params, batch, carry, key)
+        return grads, loss, carry
+
+    def split(array):
+        return array.reshape(accumulate, -1, *array.shape[1:])
+
+    def add(sums, part):
+        batch, carry, key = part
+        grads, (loss, carry) = differentiate(params, batch, carry, key)
+        return jax.tree.map(jnp.add, sums, (grads, loss)), carry
+
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    sums = (zeros, model_lib.Loss(*jnp.zeros(3)))
+    parts = (*jax.tree.map(split, (batch, carry)), jax.random.split(key, accumulate))
+    (grads, loss), carry = jax.lax.scan(add, sums, parts)
+    carry = jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), carry)
+    grads = jax.tree.map(lambda leaf: leaf / accumulate, grads)
+    return grads, loss._replace(penalty=loss.penalty / accumulate), carry
+
+
+def _prepare(config, workdir):
+    corpus = corpus_lib.load(config.data)
+    state_lib.write_run(workdir, config, corpus.vocab)
+    model = model_lib.make(config, len(corpus.vocab))
+    data, train = config.data, config.train
+    stream = Stream(
+        corpus.train,
+        data.rows,
+        data.length,
+        variable=data.variable,
+        max_delta=data.max_delta,
+        seed=config.seed,
+    )
+    return Trainer(
+        config,
+        workdir,
+        corpus,
+        model,
+        make_step(config, model, optim.make(config.optim)),
+        evaluate.make_evaluator(model),
+        stream,
+        checkpoint.Checkpoints(workdir / "checkpoints", train.keep),
+        checkpoint.Checkpoints(workdir / "best", 1),
+        checkpoint.Checkpoints(workdir / "series", None) if train.series else None,
+    )
+
+
+def _start(trainer):
+    """The newest checkpoint's state and history, or those of a new run."""
+    config = trainer.config
+    state = init_state(config, trainer.model, optim.make(config.optim))
+    if trainer.latest.latest() is not None:
+        state, host = trainer.latest.restore(state)
+        trainer.stream.seek(host["position"])
+        return state, History(**host["history"])
+    if config.train.init_from:
+        start = state_lib.load_run(config.train.init_from)
+        opt_state = optim.make(config.optim).init(start.params)
+        state = state.replace(params=start.params, opt_state=opt_state)
+    return state, History()
+
+
+def _loop(trainer, state, history):
+    """Step until the run's bound, a stop rule or a signal to stop."""
+    train, stream = trainer.config.train, trainer.stream
+    step = int(state.step)
+    report = _Report(trainer, step, history.seconds)
+    with _termination() as asked_to_stop, contextlib.closing(report):
+        while _goes_on(train, step, stream.epoch, history):
+            epoch, position = stream.epoch, stream.position
+            batch = stream.next()
+            state, measured = trainer.step(state, batch, stream.starts_epoch)
+            step += 1
+            report.add(step, position, measured)
+            ended = stream.epoch > epoch and not train.eval_every
+            if ended or (train.eval_every and step % train.eval_every == 0):
+                report.settle()
+                state = _evaluate(trainer, state, history, report)
+            if train.series and _is_logarithmic(step):
+                report.settle()
+                trainer.series.save(step, state.params, {"step": step})
+            if step % train.checkpoint_every == 0 or asked_to_stop.is_set():
+                report.settle()
+                history.seconds = report.seconds
+                _save(trainer, state, history)
+            if asked_to_stop.is_set():
+                report.say(f"asked to stop: saved at step {step:,}")
+                trainer.latest.wait()
+                return state, history, False
+        report.settle()
+        history.seconds = report.seconds
+        if history.best == math.inf:
+            state = _evaluate(trainer, state, history, report)
+        if trainer.latest.latest() != step:
+            _save(trainer, state, history)
+    return state, history, True
+
+
+def _goes_on(train, step, epoch, history):
+    if history.stopped or (train.steps and step >= train.steps):
+        return False
+    return not train.epochs or epoch < train.epochs
+
+
+def _evaluate(trainer, state, history, report):
+    """Validate, keep the best, and begin to average or stop when it is time."""
+    config = trainer.config
+    params = optim.evaluation_params(state.opt_state, state.params)
+    result = trainer.evaluate(
+        params, trainer.corpus.valid, config.data.eval_rows, config.data.eval_length
+    )
+    step, epoch, loss = int(state.step), trainer.stream.epoch, result.loss
+    averaging = optim.is_averaging(state.opt_state)
+    report.evaluated(step, epoch, result, averaging)
+    if loss < history.best:
+        history.best = loss
+        trainer.best.save(step, params, {"step": step, "valid_loss": loss})
+    if not averaging and optim.should_average(
+        config.optim, history.losses, loss, epoch
+    ):
+        report.say(f"averaging begins after epoch {epoch}")
+        state = state.replace(opt_state=optim.start_averaging(state.opt_state))
+    patience = config.train.stop_patience
+    history.stopped = bool(patience) and optim.no_better(history.losses, loss, patience)
+    history.losses.append(loss)
+    return state
+
+
+def _save(trainer, state, history):
+    host = {
+        "position": trainer.stream.position,
+        "history": dataclasses.asdict(history),
+    }
+    trainer.latest.save(int(state.step), state, host)
+
+
+def _finish(trainer, step, history):
+    """Test the best parameters, write summary.json and print it."""
+    config, workdir = trainer.config, trainer.workdir
+    best = state_lib.load_run(workdir)
+    data = config.data
+    test = trainer.evaluate(
+        best.params, trainer.corpus.test, data.test_rows, data.eval_length
+    )
+    vocab = len(trainer.corpus.vocab)
+    summary = {
+        "head": config.head.name,
+        "context_dim": config_lib.context_dim(config),
+        "steps": step,
+        "test_perplexity": test.perplexity,
+        "valid_perplexity": metrics.perplexity(history.best),
+        "parameters": model_lib.count_parameters(best.params, vocab),
+        "seconds": round(history.seconds, 3),
+    }
+    if data.name == "synthetic":
+        summary |= truth.summarise(best, trainer.corpus, workdir)
+    summaries = {config.head.name: summary}
+    if config.train.equal_softmax:
+        rival = _equal_softmax(config, vocab, summary["parameters"])
+        other = run(rival, workdir / "equal_softmax")
+        summary["equal_softmax"] = other
+        summaries["softmax, as many parameters"] = other
+    (workdir / "summary.json").write_text(json.dumps(summary, indent=2))
+    if all(summaries.values()):
+        print(truth.table(summaries))
+    return summary
+
+
+def _equal_softmax(config, vocab, parameters):
+    """The same run with a softmax, wide enough to have as many parameters."""
+
+    def widened(width):
+        values = config_lib.to_dict(config)
+        values["head"] |= {"name": "softmax", "components": 1}
+        values["model"] |= {"last_dim": width, "context_dim": width}
+        if config.model.tied:
+            values["model"] |= {"embed_dim": width}
+        values["train"] |= {"equal_softmax": False}
+        return config_lib.from_dict(values)
+
+    def size(width):
+        init = model_lib.make(widened(width), vocab).init
+        params = jax.eval_shape(init, jax.random.key(0))
+        return model_lib.count_parameters(params, vocab)
+
+    width = 1
+    while size(width + 1) <= parameters:
+        width += 1
+    return widened(width)
+
+
+class _Report:
+    """Metrics of steps, one step late: to the file, the bar and the screen."""
+
+    def __init__(self, trainer, step, seconds):
+        train, stream = trainer.config.train, trainer.stream
+        start = {
+            "config": config_lib.to_dict(trainer.config),
+            "versions": {"python": platform.python_version(), "jax": jax.__version__},
+            "device": jax.devices()[0].device_kind,
+        }
+        self._writer = metrics.Writer(trainer.workdir, step, start)
+        total = train.steps or train.epochs * stream.steps_per_epoch
+        self._progress = metrics.Progress(total, step, trainer.config.head.name)
+        self._every, self._stream = train.log_every, stream
+        self._pending, self._window = None, []
+        self._before, self._clock = seconds, time.perf_counter()
+        self._lap = self._clock
+
+    @property
+    def seconds(self):
+        """Training time so far, earlier stretches of the run included."""
+        return self._before + time.perf_counter() - self._clock
+
+    def add(self, step, position, measured):
+        """Take a step's metrics, and read those of the step before."""
+        late, self._pending = self._pending, (step, position, measured)
+        if late is not None:
+            self._read(*late)
+
+    def settle(self):
+        """Read the metrics of the last step now."""
+        if self._pending is not None:
+            late, self._pending = self._pending, None
+            self._read(*late)
+
+    def say(self, line):
+        self._progress.say(line)
+
+    def evaluated(self, step, epoch, result, averaging):
+        """Report a validation."""
+        self._writer.write(
+            step,
+            epoch=epoch,
+            valid_loss=result.loss,
+            valid_perplexity=result.perplexity,
+            averaging=averaging,
+            seconds=round(self.seconds, 3),
+        )
+        note = "  (averaged)" if averaging else ""
+        self.say(
+            f"step {step:,}  epoch {epoch}  valid ppl {result.perplexity:.2f}{note}"
+        )
+        self._lap = time.perf_counter()
+
+    def close(self):
+        self._progress.close()
+        self._writer.close()
+
+    def _read(self, step, position, measured):
+        values = {name: float(value) for name, value in measured.items()}
+        loss = values["total"] / values["count"]
+        if not (math.isfinite(loss) and math.isfinite(values["grad_norm"])):
+            raise NonFiniteLossError(
+                f"step {step}: loss {loss}, gradient norm {values['grad_norm']}, at "
+                f"the batch of position {position}. The last checkpoint is intact; "
+                "a smaller learning rate or a gradient clip usually helps."
+            )
+        self._window.append(values)
+        self._progress.advance(step)
+        if step % self._every == 0:
+            self._log(step, values)
+
+    def _log(self, step, values):
+        total, count = (
+            sum(one[name] for one in self._window) for name in ("total", "count")
+        )
+        now = time.perf_counter()
+        steps, elapsed = len(self._window), now - self._lap
+        self._window, self._lap = [], now
+        loss, speed = total / count, count / elapsed
+        self._writer.write(
+            step,
+            loss=loss,
+            perplexity=metrics.perplexity(loss),
+            grad_norm=values["grad_norm"],
+            penalty=values["penalty"],
+            learning_rate=values["learning_rate"],
+            tokens_per_second=round(speed, 1),
+            step_ms=round(1e3 * elapsed / steps, 3),
+            epoch=self._stream.epoch,
+        )
+        self.say(
+            f"step {step:,}  loss {loss:.3f}  ppl {metrics.perplexity(loss):.1f}  "
+            f"{speed / 1e3:.1f}k tok/s"
+        )
+
+
+@contextlib.contextmanager
+def _termination() -> Iterator[threading.Event]:
+    """An event that SIGTERM sets, so that a preempted run can save and leave."""
+    asked = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: asked.set())
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _is_logarithmic(step):
+    """Whether a step is one of 1, 2, 4, 8, ..."""
+    return step & (step - 1) == 0

@@ -1,0 +1,96 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import softbottle
+from softbottle.heads import base
+from tests import oracle
+
+MOS = oracle.CASES["mos"].head
+
+
+def call(head=MOS, method="nll", **changes):
+    name = "mos" if head is MOS else "softmax"
+    point = oracle.cast(oracle.make_inputs(name), jnp.float32)._replace(**changes)
+    return getattr(head, method)(*(point if method == "loss" else point[:5]))
+
+
+@pytest.mark.parametrize("method", ["nll", "loss"])
+def test_a_hidden_state_with_rows_and_positions_is_refused(method):
+    with pytest.raises(ValueError, match=r"hidden_TD .*\(2, 11, 5\)"):
+        call(method=method, hidden_TD=jnp.zeros((2, 11, 5)))
+
+
+@pytest.mark.parametrize("shape", [(5,), (), (11, 1)])
+def test_weights_of_another_shape_are_refused_by_name(shape):
+    with pytest.raises(ValueError, match="weights_T"):
+        call(method="loss", weights_T=jnp.ones(shape))
+
+
+def test_a_table_of_another_width_is_refused_with_both_widths():
+    with pytest.raises(ValueError, match="7 wide and the table 6"):
+        call(table_VE=jnp.zeros((37, 6)))
+
+
+def test_a_hidden_state_of_another_width_is_refused_with_both_widths():
+    with pytest.raises(ValueError, match=r"(?s)6.*5|5.*6"):
+        call(hidden_TD=jnp.zeros((11, 6)))
+
+
+def test_a_mask_that_does_not_broadcast_is_refused_with_its_shape():
+    mask = jnp.ones((4, 3, 7))
+    with pytest.raises(ValueError, match=r"4,\s?3,\s?7"):
+        base.masked(jnp.zeros((11, 3, 7)), mask)
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "int32", "bool"])
+def test_the_kind_of_the_weights_does_not_change_the_loss(kind, mixed_dtypes):
+    ones_T = jnp.ones(oracle.TOKENS)
+    point = oracle.cast(oracle.make_inputs("mos"), jnp.float32)
+    loss = lambda table_VE, weights_T: MOS.loss(
+        point.params, table_VE, *point[2:5], weights_T
+    )
+    expected, expected_bar = jax.value_and_grad(loss)(point.table_VE, ones_T)
+    weights_T = ones_T.astype(kind)
+    plain = loss(point.table_VE, weights_T)
+    value, bar = jax.value_and_grad(loss)(point.table_VE, weights_T)
+    np.testing.assert_allclose(plain, expected, rtol=1e-6)
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    np.testing.assert_allclose(bar, expected_bar, rtol=1e-5, atol=1e-6)
+
+
+def test_float32_weights_leave_a_float64_loss_in_float64(float64):
+    inputs = oracle.make_inputs("mos")
+    point = oracle.cast(inputs, jnp.float64)
+    weights_T = jnp.where(jnp.arange(oracle.TOKENS) % 3 == 0, 0.0, 1.0)
+    point = point._replace(weights_T=weights_T.astype(jnp.float32))
+    value, _ = jax.value_and_grad(MOS.loss, argnums=1)(*point)
+    exact = np.dot(np.asarray(weights_T), oracle.nll("mos", inputs))
+    oracle.assert_close(value, exact, "float64")
+
+
+@pytest.mark.parametrize(
+    "make", [softbottle.mos, softbottle.moc, softbottle.moss], ids=lambda f: f.__name__
+)
+@pytest.mark.parametrize("components", [0, -3, 2.0, "4"])
+def test_components_must_be_a_positive_integer(make, components):
+    with pytest.raises(ValueError, match=f"components .*{components!r}"):
+        make(components)
+
+
+@pytest.mark.parametrize("name", ["softmax", "sigsoftmax", "gss", "plif"])
+def test_heads_without_projection_need_equal_widths(name):
+    with pytest.raises(ValueError, match="hidden_dim=5 .*context_dim=7"):
+        oracle.CASES[name].head.init(jax.random.key(0), 5, 7)
+
+
+@pytest.mark.parametrize("name", ["softmax", "mos"])
+def test_the_same_key_gives_the_same_parameters_and_another_key_others(name):
+    case = oracle.CASES[name]
+    init = lambda seed: jax.tree.leaves(
+        case.head.init(jax.random.key(seed), case.hidden_dim, 7)
+    )
+    for ours, same, other in zip(init(0), init(0), init(1), strict=True):
+        np.testing.assert_array_equal(ours, same)
+        assert not np.array_equal(ours, other)

@@ -1,0 +1,306 @@
+"""One contract that every head keeps, against the dense float64 oracle.
+
+Compiling is what costs here, so each head is compiled once a precision, with a latent
+mask, padding rows in its table and an uneven budget, and the tests read that run.
+"""
+
+import functools
+
+import chex
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import strategies
+
+from tests import oracle
+from tests.oracle import CASES, FEW, NAMES, VOCAB
+
+EVERY_HEAD = pytest.mark.parametrize("name", NAMES)
+A_FEW_HEADS = pytest.mark.parametrize("name", FEW)
+PADDING_ROWS = 4
+# 41 rows x 3 components x 4 bytes: about 4 tokens a chunk, so 11 leave a remainder.
+ODD_BUDGET = 4 * 41 * 3 * 4 + 1
+# bfloat16 keeps 8 bits: a product is off by 2**-9 of its size, a gradient goes through
+# two of them. Relative to the norm of the array.
+BFLOAT16_RTOL = 3e-2
+
+
+def make_problem(name):
+    """Inputs with padding rows, a full latent mask, and a cotangent of either sign."""
+    inputs = oracle.make_inputs(name, rows=VOCAB)
+    rng = np.random.default_rng(4)
+    table_VE = np.concatenate([inputs.table_VE, 5 * rng.normal(size=(PADDING_ROWS, 7))])
+    bias_V = np.concatenate([inputs.bias_V, 5 * rng.normal(size=PADDING_ROWS)])
+    shape = (len(inputs.labels_T), CASES[name].components, 7)
+    mask_TKE = rng.integers(0, 2, shape) / 0.6
+    cotangent_T = rng.normal(size=len(inputs.labels_T))
+    padded = inputs._replace(table_VE=table_VE, bias_V=bias_V)
+    return inputs, padded, mask_TKE, cotangent_T
+
+
+@functools.cache
+def everything(name, **options):
+    """Jitted: loss, its gradients, nll, and its gradients under a cotangent."""
+    head = CASES[name].head
+    options = {"budget_bytes": ODD_BUDGET, "vocab": VOCAB} | options
+
+    def run(inputs, mask_TKE, cotangent_T):
+        def loss(*args):
+            return head.loss(*args, latent_mask=mask_TKE, **options)
+
+        def nll(*args):
+            return head.nll(*args, inputs.labels_T, latent_mask=mask_TKE, **options)
+
+        total, loss_bars = jax.value_and_grad(loss, (0, 1, 2, 3, 5))(*inputs)
+        nll_T, pull = jax.vjp(nll, *inputs[:4])
+        return total, loss_bars, nll_T, pull(cotangent_T)
+
+    return jax.jit(run)
+
+
+def check_against_oracle(name, dtype, **options):
+    inputs, padded, mask_TKE, cotangent_T = make_problem(name)
+    nll_T = oracle.nll(name, inputs, mask_TKE)
+    weights_T = inputs.weights_T
+    point = oracle.cast((padded, mask_TKE, cotangent_T), dtype)
+    total, loss_bars, our_nll_T, nll_bars = everything(name, **options)(*point)
+    oracle.assert_close(our_nll_T, nll_T, dtype)
+    oracle.assert_close(total, np.dot(weights_T, nll_T), dtype)
+    oracle.assert_close(loss_bars[4], np.where(weights_T != 0, nll_T, 0), dtype)
+    for bars, cotangent in ((loss_bars, weights_T), (nll_bars, cotangent_T)):
+        exact = oracle.gradients(name, inputs, cotangent, mask_TKE)
+        params, table_VE, bias_V, hidden_TD = bars[:4]
+        ours = (params, table_VE[:VOCAB], bias_V[:VOCAB], hidden_TD)
+        oracle.assert_close(ours, exact, dtype)
+        # A row beyond the vocabulary has no probability, so no gradient either.
+        assert not np.any(table_VE[VOCAB:]) and not np.any(bias_V[VOCAB:])
+
+
+@EVERY_HEAD
+def test_value_and_every_gradient_equal_the_oracle_in_float64(name, float64):
+    check_against_oracle(name, "float64")
+
+
+@EVERY_HEAD
+def test_value_and_every_gradient_equal_the_oracle_in_float32(name):
+    check_against_oracle(name, "float32")
+
+
+@A_FEW_HEADS
+def test_the_optimised_program_equals_the_oracle_in_one_block(name, optimised):
+    check_against_oracle(name, "float32", budget_bytes=2**40)
+
+
+@A_FEW_HEADS
+def test_one_token_a_block_equals_the_oracle(name):
+    check_against_oracle(name, "float32", budget_bytes=1)
+
+
+@EVERY_HEAD
+def test_gradients_of_the_oracle_are_its_central_differences(name):
+    inputs, _, mask_TKE, cotangent_T = make_problem(name)
+    bars = oracle.gradients(name, inputs, cotangent_T, mask_TKE)
+    rng = np.random.default_rng(1)
+    direction = jax.tree.map(lambda leaf: rng.normal(size=leaf.shape), inputs[:4])
+    step = 1e-6
+
+    def value_at(distance):
+        moved = jax.tree.map(lambda x, d: x + distance * d, inputs[:4], direction)
+        point = oracle.Inputs(*moved, *inputs[4:])
+        return np.dot(cotangent_T, oracle.nll(name, point, mask_TKE))
+
+    slope = (value_at(step) - value_at(-step)) / (2 * step)
+    parts = jax.tree.map(lambda bar, d: np.sum(bar * d), bars, direction)
+    np.testing.assert_allclose(sum(jax.tree.leaves(parts)), slope, rtol=1e-6)
+
+
+@EVERY_HEAD
+def test_padding_may_hold_anything_and_changes_nothing(name):
+    inputs, padded, mask_TKE, cotangent_T = make_problem(name)
+    padding_T = inputs.weights_T == 0
+    labels_T, hidden_TD = inputs.labels_T.copy(), inputs.hidden_TD.copy()
+    labels_T[padding_T] = [-1, 2**31 - 1, -(2**31)]
+    hidden_TD[padding_T] = np.array([[np.nan], [np.inf], [1e30]])
+    spoilt = padded._replace(labels_T=labels_T, hidden_TD=hidden_TD)
+    point = oracle.cast((spoilt, mask_TKE, cotangent_T), jnp.float32)
+    total, bars, *_ = everything(name)(*point)
+    clean = oracle.cast((padded, mask_TKE, cotangent_T), jnp.float32)
+    clean_total, clean_bars, *_ = everything(name)(*clean)
+    chex.assert_tree_all_finite((total, bars))
+    chex.assert_trees_all_equal((total, bars), (clean_total, clean_bars))
+    assert padding_T.sum() == 3 and not np.any(bars[3][padding_T])
+
+
+@EVERY_HEAD
+def test_the_same_call_gives_the_same_bits(name):
+    _, *problem = make_problem(name)
+    point = oracle.cast(tuple(problem), jnp.float32)
+    chex.assert_trees_all_equal(everything(name)(*point), everything(name)(*point))
+
+
+@EVERY_HEAD
+def test_logits_of_magnitude_ten_thousand_stay_finite_in_float32(name):
+    check_large_logits(name, jnp.float32)
+
+
+@A_FEW_HEADS
+def test_logits_of_magnitude_ten_thousand_stay_finite_in_bfloat16(name, mixed_dtypes):
+    check_large_logits(name, jnp.bfloat16)
+
+
+def check_large_logits(name, dtype):
+    _, padded, mask_TKE, _ = make_problem(name)
+    # Contexts behind a tanh are at most 1, so the table carries the magnitude.
+    large = padded._replace(table_VE=padded.table_VE * 1e4, bias_V=padded.bias_V * 1e4)
+    large, mask_TKE = oracle.cast((large, mask_TKE), dtype)
+    weights_T = jnp.asarray(padded.weights_T, jnp.float32)
+    results = everything(name)(large._replace(weights_T=weights_T), mask_TKE, weights_T)
+    chex.assert_tree_all_finite(results)
+    assert results[2].dtype == jnp.float32 and np.max(results[2]) > 1e3
+
+
+@EVERY_HEAD
+@pytest.mark.parametrize("tokens, shared", [(11, False), (1, False), (11, True)])
+def test_a_latent_mask_broadcasts_to_the_contexts(name, tokens, shared):
+    case, inputs = CASES[name], oracle.make_inputs(name)
+    components = 1 if shared else case.components
+    mask = np.random.default_rng(4).integers(0, 2, (tokens, components, 7)) / 0.6
+    params, hidden_TD, mask_32 = oracle.cast(
+        (inputs.params, inputs.hidden_TD, mask), jnp.float32
+    )
+    log_prior_TK, context_TKE = case.head.mix(params, hidden_TD, mask_32)
+    prior_TK, exact_TKE, *_ = oracle.mixture(
+        case.kind, inputs.params, inputs.hidden_TD, mask
+    )
+    oracle.assert_close(context_TKE, exact_TKE, "float32")
+    oracle.assert_close(jnp.exp(log_prior_TK), prior_TK, "float32")
+
+
+@functools.cache
+def decoded(name):
+    """Log-probabilities of all words and the five best, in uneven chunks."""
+    head, inputs = CASES[name].head, oracle.make_inputs(name)
+
+    def run(*args):
+        log_p_TV = head.log_probs(*args, budget_bytes=ODD_BUDGET)
+        return log_p_TV, head.top_k(*args, 5, budget_bytes=ODD_BUDGET)
+
+    point = oracle.cast(inputs[:4], jnp.float32)
+    return oracle.log_probs(name, *inputs[:4]), jax.jit(run)(*point)
+
+
+@EVERY_HEAD
+def test_log_probs_equal_the_oracle_and_sum_to_one(name):
+    exact_TV, (log_p_TV, _) = decoded(name)
+    oracle.assert_close(log_p_TV, exact_TV, "float32")
+    total_T = np.exp(np.asarray(log_p_TV, np.float64)).sum(axis=1)
+    np.testing.assert_allclose(total_T, 1.0, rtol=0, atol=1e-6)
+
+
+@EVERY_HEAD
+def test_top_k_is_the_head_of_the_sorted_log_probs(name):
+    exact_TV, (_, (values_Tk, ids_Tk)) = decoded(name)
+    order_Tk = np.argsort(-exact_TV, axis=1)[:, :5]
+    np.testing.assert_array_equal(ids_Tk, order_Tk)
+    best_Tk = np.take_along_axis(exact_TV, order_Tk, axis=1)
+    oracle.assert_close(values_Tk, best_Tk, "float32")
+
+
+@EVERY_HEAD
+def test_samples_follow_the_probabilities(name):
+    draws = 6_000
+    inputs = oracle.make_inputs(name, scale=0.5)
+    point = oracle.cast(inputs, jnp.float32)
+    hidden_TD = jnp.repeat(point.hidden_TD[:1], draws, axis=0)
+    ids_T = jax.jit(CASES[name].head.sample)(*point[:3], hidden_TD, jax.random.key(3))
+    p_V = oracle.probabilities(name, *inputs[:3], inputs.hidden_TD[:1])[0][0]
+    counts_V = np.bincount(ids_T, minlength=VOCAB)
+    common_V = draws * p_V >= 5
+    observed = np.append(counts_V[common_V], counts_V[~common_V].sum())
+    wanted = draws * np.append(p_V[common_V], p_V[~common_V].sum())
+    chi_square = np.sum((observed - wanted) ** 2 / np.maximum(wanted, 1e-9))
+    freedom = common_V.sum()
+    # Five standard deviations above the mean of the chi-square law.
+    assert chi_square < freedom + 5 * np.sqrt(2 * freedom)
+
+
+@A_FEW_HEADS
+def test_no_bias_is_a_bias_of_zero(name):
+    point = oracle.cast(oracle.make_inputs(name), jnp.float32)
+    without = point._replace(bias_V=None)
+    zero = point._replace(bias_V=jnp.zeros_like(point.bias_V))
+    step = jax.jit(jax.value_and_grad(CASES[name].head.loss, argnums=(0, 1, 3)))
+    oracle.assert_close(step(*without), step(*zero), "float32")
+
+
+@pytest.mark.parametrize("name", ["softmax", "moss", "gss", "plif_mixed"])
+def test_gradients_pass_a_numerical_check_in_reverse_mode(name, float64):
+    point = oracle.cast(oracle.make_inputs(name, tokens=3), jnp.float64)
+    head = CASES[name].head
+
+    @jax.jit
+    def both(*differentiable):
+        nll_T = head.nll(*differentiable, point.labels_T)
+        return nll_T, head.loss(*differentiable, *point[4:])
+
+    chex.assert_numerical_grads(both, point[:4], order=1, modes=("rev",), atol=1e-4)
+
+
+@A_FEW_HEADS
+def test_bfloat16_products_give_float32_gradients_near_the_exact_ones(
+    name, mixed_dtypes
+):
+    inputs, padded, mask_TKE, cotangent_T = make_problem(name)
+    point = oracle.cast((padded, mask_TKE, cotangent_T), jnp.float32)
+    step = everything(name, compute_dtype=jnp.bfloat16)
+    total, bars, nll_T, _ = step(*point)
+    assert nll_T.dtype == total.dtype == jnp.float32
+    exact_T = oracle.nll(name, inputs, mask_TKE)
+    assert 0 < distance(nll_T, exact_T) < BFLOAT16_RTOL
+    exact = oracle.gradients(name, inputs, inputs.weights_T, mask_TKE)
+    ours = (bars[0], bars[1][:VOCAB], bars[2][:VOCAB], bars[3])
+    for leaf, exact_leaf in zip(
+        jax.tree.leaves(ours), jax.tree.leaves(exact), strict=True
+    ):
+        assert leaf.dtype == jnp.float32
+        assert 0 < distance(leaf, exact_leaf) < BFLOAT16_RTOL
+
+
+@A_FEW_HEADS
+def test_bfloat16_inputs_give_float32_losses_and_bfloat16_gradients(name, mixed_dtypes):
+    inputs, padded, mask_TKE, cotangent_T = make_problem(name)
+    half = oracle.cast((padded, mask_TKE), jnp.bfloat16)
+    # The oracle reads the very numbers that bfloat16 holds.
+    held, mask = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), half)
+    held = held._replace(labels_T=inputs.labels_T, table_VE=held.table_VE[:VOCAB])
+    exact_T = oracle.nll(name, held._replace(bias_V=held.bias_V[:VOCAB]), mask)
+    point = half[0]._replace(weights_T=jnp.asarray(inputs.weights_T, jnp.float32))
+    cotangent_T = jnp.asarray(cotangent_T, jnp.float32)
+    total, bars, nll_T, _ = everything(name)(point, half[1], cotangent_T)
+    assert nll_T.dtype == total.dtype == jnp.float32
+    assert {leaf.dtype for leaf in jax.tree.leaves(bars[:4])} == {jnp.dtype("bfloat16")}
+    assert distance(nll_T, exact_T) < BFLOAT16_RTOL
+
+
+def distance(ours, exact):
+    return np.linalg.norm(np.asarray(ours, np.float64) - exact) / np.linalg.norm(exact)
+
+
+@hypothesis.settings(deadline=None, max_examples=4, derandomize=True, database=None)
+@hypothesis.given(data=strategies.data())
+@pytest.mark.parametrize("name", ["softmax", "moss", "plif_mixed"])
+def test_any_shape_and_scale_equals_the_oracle(name, data):
+    tokens = data.draw(strategies.integers(1, 9), "tokens")
+    rows = data.draw(strategies.integers(1, 41), "rows")
+    scale = data.draw(strategies.floats(0.0, 2.0), "scale")
+    budget = data.draw(strategies.integers(1, 5_000), "budget")
+    inputs = oracle.make_inputs(name, tokens, rows, seed=tokens + rows, scale=scale)
+    point = oracle.cast(inputs, jnp.float32)
+    loss = functools.partial(CASES[name].head.loss, budget_bytes=budget)
+    total, bars = jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3)))(*point)
+    value = np.dot(inputs.weights_T, oracle.nll(name, inputs))
+    oracle.assert_close(total, value, "float32")
+    exact = oracle.gradients(name, inputs, inputs.weights_T)
+    oracle.assert_close(bars, exact, "float32")

@@ -1,0 +1,70 @@
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import softbottle
+from tests import oracle
+
+POINT = oracle.make_inputs("softmax")
+UNIT = math.log(math.e - 1)  # softplus of it is 1
+
+
+@pytest.mark.parametrize("knots", [8, (-1.7, -0.4, 0.1, 0.9, 2.6)])
+def test_unit_slopes_are_a_softmax(knots):
+    head = softbottle.plif(knots, 2.5)
+    segments = head.init(jax.random.key(0), 7, 7)["slope_N"].shape[0]
+    point = oracle.cast(POINT, jnp.float32)
+    params = {"slope_N": jnp.full(segments, UNIT)}
+    ours_T = head.nll(params, *point[1:5])
+    plain_T = softbottle.softmax().nll({}, *point[1:5])
+    np.testing.assert_allclose(ours_T, plain_T, rtol=1e-5)
+
+
+@pytest.mark.parametrize("segments", [100, 10_000, 100_000])
+def test_the_map_is_exact_in_float32_however_many_segments(segments):
+    head = softbottle.plif(segments)
+    slope_N = head.init(jax.random.key(0), 7, 7)["slope_N"]
+    apply, theta = head.activation({"slope_N": slope_N})
+    z = np.linspace(-21, 21, 211)
+    ours = np.asarray(apply(theta, jnp.asarray(z, jnp.float32)), np.float64)
+    knots = np.linspace(-20, 20, segments + 1)
+    slopes = np.log1p(np.exp(np.asarray(slope_N, np.float64)))
+    values = np.concatenate([[0.0], np.cumsum(slopes * np.diff(knots))])
+    exact = np.interp(z, knots, values)
+    exact += np.where(z < -20, slopes[0] * (z + 20), 0)
+    exact += np.where(z > 20, slopes[-1] * (z - 20), 0)
+    exact -= np.interp(0.0, knots, values)
+    # A float32 logit of magnitude 20 is itself known to 1e-6.
+    np.testing.assert_allclose(ours, exact, rtol=0, atol=2e-4)
+    assert np.all(np.diff(ours) > 0)
+
+
+@pytest.mark.parametrize("knots", [(1.0, 1.0, 2.0), (3.0, 1.0), (0.0, float("nan"))])
+def test_knots_out_of_order_are_refused_with_their_values(knots):
+    with pytest.raises(ValueError, match="increasing, got .*" + repr(knots[-1])):
+        softbottle.plif(knots)
+
+
+@pytest.mark.parametrize("knots, span", [(1, 20.0), (0, 20.0), (9, 0.0), (9, -2.0)])
+def test_too_few_knots_or_no_span_are_refused(knots, span):
+    with pytest.raises(ValueError, match=f"got {knots} and {span!r}"):
+        softbottle.plif(knots, span)
+
+
+def test_one_position_is_not_enough():
+    with pytest.raises(ValueError, match=r"two positions, got \(1.0,\)"):
+        softbottle.plif((1.0,))
+
+
+def test_components_must_be_positive():
+    with pytest.raises(ValueError, match="components .*-1"):
+        softbottle.plif(9, components=-1)
+
+
+def test_slopes_start_around_one():
+    slope_N = softbottle.plif(20_000).init(jax.random.key(0), 7, 7)["slope_N"]
+    np.testing.assert_allclose(np.mean(slope_N), UNIT, atol=0.03)
+    np.testing.assert_allclose(np.std(slope_N), 1.0, atol=0.03)

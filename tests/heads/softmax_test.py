@@ -1,0 +1,28 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import softbottle
+from tests import oracle
+
+POINT = oracle.make_inputs("softmax")
+
+
+def test_it_has_no_parameters_of_its_own():
+    assert softbottle.softmax().init(jax.random.key(0), 7, 7) == {}
+
+
+def test_a_shift_of_all_logits_changes_nothing():
+    point = oracle.cast(POINT, jnp.float32)
+    head = softbottle.softmax()
+    shifted = point._replace(bias_V=point.bias_V + 3.0)
+    np.testing.assert_allclose(
+        head.nll(*shifted[:5]), head.nll(*point[:5]), rtol=0, atol=1e-5
+    )
+
+
+def test_it_is_jax_log_softmax():
+    point = oracle.cast(POINT, jnp.float32)
+    logits_TV = point.hidden_TD @ point.table_VE.T + point.bias_V[None]
+    ours_TV = softbottle.softmax().log_probs(*point[:4])
+    np.testing.assert_allclose(ours_TV, jax.nn.log_softmax(logits_TV), atol=2e-5)

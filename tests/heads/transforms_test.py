@@ -1,0 +1,153 @@
+"""Heads under jit, vmap over models, remat and shard_map."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from tests import oracle
+from tests.oracle import CASES, FEW
+
+ROWS, WORDS = 40, 34  # over eight shards the last one holds nothing but padding
+
+
+def make_problem(name):
+    inputs = oracle.make_inputs(name, tokens=16, rows=ROWS)
+    return inputs._replace(labels_T=inputs.labels_T % WORDS)
+
+
+def exact_step(name, inputs):
+    live = inputs._replace(
+        table_VE=inputs.table_VE[:WORDS], bias_V=inputs.bias_V[:WORDS]
+    )
+    value = np.dot(inputs.weights_T, oracle.nll(name, live))
+    params, table_VE, bias_V, hidden_TD = oracle.gradients(
+        name, live, inputs.weights_T
+    )
+    pad = ROWS - WORDS
+    table_VE = np.pad(table_VE, ((0, pad), (0, 0)))
+    return value, (params, table_VE, np.pad(bias_V, (0, pad)), hidden_TD)
+
+
+def total(head, what, args, options):
+    if what == "loss":
+        return head.loss(*args, **options)
+    return jnp.sum(head.nll(*args[:5], **options) * args[5])
+
+
+SPLIT = [
+    ("moss", "loss", (8, 1)),
+    ("moss", "loss", (1, 8)),
+    ("moss", "nll", (4, 2)),
+    ("plif_mixed", "loss", (2, 4)),
+    ("softmax", "nll", (2, 4)),
+    ("moc", "loss", (4, 2)),
+]
+
+
+@pytest.mark.parametrize("name, what, layout", SPLIT)
+def test_a_split_over_data_and_vocabulary_equals_the_oracle(name, what, layout):
+    mesh = jax.make_mesh(layout, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    head, inputs = CASES[name].head, make_problem(name)
+    options = {"vocab": WORDS, "vocab_axis": "model", "budget_bytes": 1_000}
+    specs = (P(), P("model"), P("model"), P("data"), P("data"), P("data"))
+
+    def local(*args):
+        return jax.lax.psum(total(head, what, args, options), "data")
+
+    def step(*args):
+        return jax.value_and_grad(local, argnums=(0, 1, 2, 3))(*args)
+
+    split = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=(P(), specs[:4]))
+    value, bars = jax.jit(split)(*oracle.cast(inputs, jnp.float32))
+    exact, exact_bars = exact_step(name, inputs)
+    oracle.assert_close(value, exact, "float32")
+    oracle.assert_close(bars, exact_bars, "float32")
+
+
+def test_split_log_probs_are_those_of_the_local_words():
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    inputs = make_problem("mos")
+    log_probs = functools.partial(
+        CASES["mos"].head.log_probs, vocab=WORDS, vocab_axis="model"
+    )
+    split = jax.shard_map(
+        log_probs,
+        mesh=mesh,
+        in_specs=(P(), P("model"), P("model"), P("data")),
+        out_specs=P("data", "model"),
+    )
+    log_p_TV = jax.jit(split)(*oracle.cast(inputs[:4], jnp.float32))
+    exact_TV = oracle.log_probs(
+        "mos",
+        inputs.params,
+        inputs.table_VE[:WORDS],
+        inputs.bias_V[:WORDS],
+        inputs.hidden_TD,
+    )
+    oracle.assert_close(log_p_TV[:, :WORDS], exact_TV, "float32")
+    assert np.all(np.isneginf(log_p_TV[:, WORDS:]))
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_vmap_over_models_equals_one_model_at_a_time(name):
+    head = CASES[name].head
+    problems = [oracle.make_inputs(name, seed=seed) for seed in (0, 1)]
+    stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *problems)
+
+    def step(*args):
+        value, bars = jax.value_and_grad(
+            functools.partial(head.loss, budget_bytes=1_000), argnums=(0, 1, 2, 3)
+        )(*args)
+        return value, bars
+
+    values, bars = jax.jit(jax.vmap(step))(*oracle.cast(stacked, jnp.float32))
+    for model, inputs in enumerate(problems):
+        value = np.dot(inputs.weights_T, oracle.nll(name, inputs))
+        exact = oracle.gradients(name, inputs, inputs.weights_T)
+        oracle.assert_close(values[model], value, "float32")
+        ours = jax.tree.map(lambda bar, model=model: bar[model], bars)
+        oracle.assert_close(ours, exact, "float32")
+
+
+@pytest.mark.parametrize("what", ["loss", "nll"])
+def test_remat_equals_the_oracle(what):
+    inputs = make_problem("moss")
+    head = CASES["moss"].head
+
+    @jax.checkpoint
+    def rematerialised(*args):
+        return total(head, what, args, {"vocab": WORDS, "budget_bytes": 1_000})
+
+    step = jax.jit(jax.value_and_grad(rematerialised, argnums=(0, 1, 2, 3)))
+    value, bars = step(*oracle.cast(inputs, jnp.float32))
+    exact, exact_bars = exact_step("moss", inputs)
+    oracle.assert_close(value, exact, "float32")
+    oracle.assert_close(bars, exact_bars, "float32")
+
+
+@pytest.mark.parametrize("name", ["mos", "gss"])
+def test_repeated_steps_compile_once(name):
+    point = oracle.cast(oracle.make_inputs(name), jnp.float32)
+
+    @jax.jit
+    @chex.assert_max_traces(n=1)
+    def step(*args):
+        bars = jax.grad(CASES[name].head.loss, argnums=1)(*args)
+        return args[1] - 0.1 * bars
+
+    for _ in range(3):
+        point = point._replace(table_VE=step(*point))
+
+
+def test_a_head_may_be_a_static_argument():
+    head = CASES["mos"].head
+    point = oracle.cast(oracle.make_inputs("mos"), jnp.float32)
+    nll = jax.jit(lambda head, *args: head.nll(*args), static_argnums=0)
+    assert nll(head, *point[:5]).shape == (oracle.TOKENS,)
+    assert hash(head) == hash(head)
