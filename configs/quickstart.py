@@ -5,7 +5,7 @@
 
 Heads: mos (default), softmax, moc, sigsoftmax, moss. All see the same text through the
 same width d = 8; a softmax of that width can give its log-probabilities rank 10, and
-the language has rank 128.
+the language has rank 64.
 """
 
 from softbottle.config import Config
@@ -18,6 +18,7 @@ def get_config(head: str = "mos") -> Config:
         raise ValueError(f"no head {head!r} here; there are {sorted(COMPONENTS)}.")
     config = Config()
     config.data.rows, config.data.length = 32, 32
+    config.data.synthetic.words = 64
     config.data.synthetic.train_tokens = 2_000_000
     config.data.synthetic.eval_tokens = 100_000
     config.data.eval_rows, config.data.test_rows = 100, 100
@@ -28,10 +29,11 @@ def get_config(head: str = "mos") -> Config:
     # A mixture's contexts are projections of a state that may be wider than they are;
     # a single softmax reads the state itself.
     config.model.last_dim = 64 if COMPONENTS[head] > 1 else 8
-    config.optim.learning_rate = 2e-2
+    config.model.table_range = 1.0
+    config.optim.learning_rate = 1e-2
     config.optim.warmup_steps = 50
-    config.optim.decay_steps = 3000
-    config.train.steps = 3000
+    config.optim.decay_steps = 2000
+    config.train.steps = 2000
     config.train.eval_every = 1000
     config.train.checkpoint_every = 500
     config.train.log_every = 100

@@ -61,7 +61,7 @@ class Section:
 class Synthetic(Section):
     """The built-in language: see data/synthetic.py."""
 
-    words: int = 128
+    words: int = 64
     spread: float = 1.5  # standard deviation of the true logits
     train_tokens: int = 4_000_000
     eval_tokens: int = 100_000

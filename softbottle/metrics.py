@@ -10,6 +10,7 @@ import json
 import math
 import pathlib
 import sys
+import time
 from typing import Any
 
 import tqdm
@@ -68,6 +69,120 @@ class Progress:
     def close(self) -> None:
         """Leave the bar as it stands."""
         self._bar.close()
+
+
+class NonFiniteLossError(RuntimeError):
+    """The loss or the gradient stopped being a number."""
+
+
+class Report:
+    """The metrics of steps, read one step late: to the file, the bar and the screen.
+
+    Args:
+        writer: where the lines go.
+        progress: where a person looks.
+        every: steps between two lines.
+        seconds: training time of the run's earlier stretches.
+    """
+
+    def __init__(self, writer: Writer, progress: Progress, every: int, seconds: float):
+        self._writer, self._progress, self._every = writer, progress, every
+        self._pending: tuple | None = None
+        self._window: list[dict[str, float]] = []
+        self._before, self._clock = seconds, time.perf_counter()
+        self._lap = self._clock
+
+    @property
+    def seconds(self) -> float:
+        """Training time so far, earlier stretches of the run included."""
+        return self._before + time.perf_counter() - self._clock
+
+    def add(self, step: int, position: dict[str, int], measured: dict) -> None:
+        """Take a step's metrics, and read those of the step before.
+
+        Raises:
+            NonFiniteLossError: if the step before lost its loss or its gradient.
+        """
+        late, self._pending = self._pending, (step, position, measured)
+        if late is not None:
+            self._read(*late)
+
+    def settle(self) -> None:
+        """Read the metrics of the last step now."""
+        if self._pending is not None:
+            late, self._pending = self._pending, None
+            self._read(*late)
+
+    def finish(self) -> None:
+        """Read and report whatever is left."""
+        last = self._pending
+        self.settle()
+        if last is not None and self._window:
+            step, position, _ = last
+            self._log(step, position["epoch"], self._window[-1])
+
+    def say(self, line: str) -> None:
+        """Print a line for people."""
+        self._progress.say(line)
+
+    def evaluated(self, step: int, epoch: int, loss: float, averaging: bool) -> None:
+        """Report a validation."""
+        self._writer.write(
+            step,
+            epoch=epoch,
+            valid_loss=loss,
+            valid_perplexity=perplexity(loss),
+            averaging=averaging,
+            seconds=round(self.seconds, 3),
+        )
+        note = "  (averaged)" if averaging else ""
+        self.say(
+            f"step {step:,}  epoch {epoch}  valid ppl {perplexity(loss):.2f}{note}"
+        )
+        self._lap = time.perf_counter()
+
+    def close(self) -> None:
+        """Close the bar and the file."""
+        self._progress.close()
+        self._writer.close()
+
+    def _read(self, step, position, measured):
+        values = {name: float(value) for name, value in measured.items()}
+        loss = values["total"] / values["count"]
+        if not (math.isfinite(loss) and math.isfinite(values["grad_norm"])):
+            raise NonFiniteLossError(
+                f"step {step}: loss {loss}, gradient norm {values['grad_norm']}, at "
+                f"the batch of position {position}. The last checkpoint is intact; "
+                "a smaller learning rate or a gradient clip usually helps."
+            )
+        self._window.append(values)
+        self._progress.advance(step)
+        if step % self._every == 0:
+            self._log(step, position["epoch"], values)
+
+    def _log(self, step, epoch, values):
+        total, count = (
+            sum(one[name] for one in self._window) for name in ("total", "count")
+        )
+        now = time.perf_counter()
+        steps, elapsed = len(self._window), now - self._lap
+        self._window, self._lap = [], now
+        loss, speed = total / count, count / elapsed
+        self._writer.write(
+            step,
+            loss=loss,
+            perplexity=perplexity(loss),
+            grad_norm=values["grad_norm"],
+            penalty=values["penalty"],
+            learning_rate=values["learning_rate"],
+            tokens_per_second=round(speed, 1),
+            step_ms=round(1e3 * elapsed / steps, 3),
+            epoch=epoch,
+        )
+        self.say(
+            f"step {step:,}  loss {loss:.3f}  ppl {perplexity(loss):.1f}  "
+            f"{speed / 1e3:.1f}k tok/s"
+        )
 
 
 def perplexity(loss: float) -> float:

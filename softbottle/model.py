@@ -138,6 +138,40 @@ def count_parameters(params: Any, vocab: int) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(params)) - padding
 
 
+def with_head(config: config_lib.Config, name: str, width: int) -> config_lib.Config:
+    """The same settings with another head and another width of the output table.
+
+    Heads of one component get a last layer of that width, which is all they can read.
+    """
+    values = config_lib.to_dict(config)
+    values["head"] |= {"name": name}
+    values["model"] |= {"context_dim": width}
+    if name in SINGLE:
+        values["head"] |= {"components": 1}
+        values["model"] |= {"last_dim": width}
+    if config.model.tied:
+        values["model"] |= {"embed_dim": width}
+    return config_lib.from_dict(values)
+
+
+def equal_softmax(
+    config: config_lib.Config, vocab: int, parameters: int
+) -> config_lib.Config:
+    """The same settings with the widest softmax of at most this many parameters."""
+
+    def size(width):
+        init = make(with_head(config, "softmax", width), vocab).init
+        params = jax.eval_shape(init, jax.random.key(0))
+        return count_parameters(params, vocab)
+
+    width = 1
+    while size(width + 1) <= parameters:
+        width += 1
+    rival = with_head(config, "softmax", width)
+    rival.train.equal_softmax = False
+    return rival
+
+
 def _init(config, head, backbone, rows, key):
     table_key, output_key, backbone_key, head_key = jax.random.split(key, 4)
     model, width = config.model, config_lib.context_dim(config)

@@ -15,7 +15,6 @@ import pathlib
 import platform
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -34,16 +33,13 @@ from softbottle.data.vocab import Corpus
 from softbottle.state import TrainState
 
 
-class NonFiniteLossError(RuntimeError):
-    """The loss or the gradient stopped being a number."""
-
-
 @dataclasses.dataclass
 class History:
     """What the loop itself remembers; saved with every checkpoint."""
 
     losses: list[float] = dataclasses.field(default_factory=list)  # validation
     best: float = math.inf
+    evaluated: int = -1  # the step of the last validation
     seconds: float = 0.0
     stopped: bool = False
 
@@ -76,19 +72,16 @@ def run(config: config_lib.Config, workdir: pathlib.Path | str) -> dict[str, Any
 
     Raises:
         ValueError: if the settings contradict themselves or the run in `workdir`.
-        NonFiniteLossError: naming the step and the batch.
+        metrics.NonFiniteLossError: naming the step and the batch.
         checkpoint.CheckpointError: if a checkpoint cannot be written or read.
     """
-    workdir = pathlib.Path(workdir)
-    trainer = _prepare(config_lib.validate(config), workdir)
-    try:
-        state, history = _start(trainer)
-        state, history, finished = _loop(trainer, state, history)
-    finally:
-        for kept in (trainer.latest, trainer.best, trainer.series):
-            if kept is not None:
-                kept.close()
-    return _finish(trainer, int(state.step), history) if finished else {}
+    summary = _run(config_lib.validate(config), pathlib.Path(workdir))
+    if summary:
+        rows = {config.head.name: summary}
+        if summary.get("equal_softmax"):
+            rows["softmax, as many parameters"] = summary["equal_softmax"]
+        print(truth.table(rows))
+    return summary
 
 
 def make_step(
@@ -149,6 +142,18 @@ def init_state(
     params = model.init(jax.random.fold_in(jax.random.key(config.seed), 2**31))
     carry = model.initial_carry(config.data.rows)
     return TrainState(jnp.zeros((), jnp.int32), params, tx.init(params), carry)
+
+
+def _run(config, workdir):
+    trainer = _prepare(config, workdir)
+    try:
+        state, history = _start(trainer)
+        state, history, finished = _loop(trainer, state, history)
+    finally:
+        for kept in (trainer.latest, trainer.best, trainer.series):
+            if kept is not None:
+                kept.close()
+    return _finish(trainer, int(state.step), history) if finished else {}
 
 
 def _gradient(model, params, batch, carry, key, accumulate):
@@ -226,7 +231,7 @@ def _loop(trainer, state, history):
     """Step until the run's bound, a stop rule or a signal to stop."""
     train, stream = trainer.config.train, trainer.stream
     step = int(state.step)
-    report = _Report(trainer, step, history.seconds)
+    report = _report(trainer, step, history.seconds)
     with _termination() as asked_to_stop, contextlib.closing(report):
         while _goes_on(train, step, stream.epoch, history):
             epoch, position = stream.epoch, stream.position
@@ -237,7 +242,8 @@ def _loop(trainer, state, history):
             ended = stream.epoch > epoch and not train.eval_every
             if ended or (train.eval_every and step % train.eval_every == 0):
                 report.settle()
-                state = _evaluate(trainer, state, history, report)
+                loss = _validate(trainer, state, history, report)
+                state = _after_epoch(trainer, state, history, report, loss)
             if train.series and _is_logarithmic(step):
                 report.settle()
                 trainer.series.save(step, state.params, {"step": step})
@@ -249,13 +255,29 @@ def _loop(trainer, state, history):
                 report.say(f"asked to stop: saved at step {step:,}")
                 trainer.latest.wait()
                 return state, history, False
-        report.settle()
+        report.finish()
         history.seconds = report.seconds
-        if history.best == math.inf:
-            state = _evaluate(trainer, state, history, report)
+        if history.evaluated != step:
+            _validate(trainer, state, history, report)
         if trainer.latest.latest() != step:
             _save(trainer, state, history)
     return state, history, True
+
+
+def _report(trainer, step, seconds):
+    config = trainer.config
+    start = {
+        "config": config_lib.to_dict(config),
+        "versions": {"python": platform.python_version(), "jax": jax.__version__},
+        "device": jax.devices()[0].device_kind,
+    }
+    total = config.train.steps or config.train.epochs * trainer.stream.steps_per_epoch
+    return metrics.Report(
+        metrics.Writer(trainer.workdir, step, start),
+        metrics.Progress(total, step, config.head.name),
+        config.train.log_every,
+        seconds,
+    )
 
 
 def _goes_on(train, step, epoch, history):
@@ -264,20 +286,26 @@ def _goes_on(train, step, epoch, history):
     return not train.epochs or epoch < train.epochs
 
 
-def _evaluate(trainer, state, history, report):
-    """Validate, keep the best, and begin to average or stop when it is time."""
-    config = trainer.config
+def _validate(trainer, state, history, report):
+    """The validation loss; parameters that are the best so far are kept."""
+    data = trainer.config.data
     params = optim.evaluation_params(state.opt_state, state.params)
-    result = trainer.evaluate(
-        params, trainer.corpus.valid, config.data.eval_rows, config.data.eval_length
-    )
-    step, epoch, loss = int(state.step), trainer.stream.epoch, result.loss
+    loss = trainer.evaluate(
+        params, trainer.corpus.valid, data.eval_rows, data.eval_length
+    ).loss
+    step = history.evaluated = int(state.step)
     averaging = optim.is_averaging(state.opt_state)
-    report.evaluated(step, epoch, result, averaging)
+    report.evaluated(step, trainer.stream.epoch, loss, averaging)
     if loss < history.best:
         history.best = loss
         trainer.best.save(step, params, {"step": step, "valid_loss": loss})
-    if not averaging and optim.should_average(
+    return loss
+
+
+def _after_epoch(trainer, state, history, report, loss):
+    """Begin to average, or stop, when the validation losses say so."""
+    config, epoch = trainer.config, trainer.stream.epoch
+    if not optim.is_averaging(state.opt_state) and optim.should_average(
         config.optim, history.losses, loss, epoch
     ):
         report.say(f"averaging begins after epoch {epoch}")
@@ -316,136 +344,12 @@ def _finish(trainer, step, history):
     }
     if data.name == "synthetic":
         summary |= truth.summarise(best, trainer.corpus, workdir)
-    summaries = {config.head.name: summary}
     if config.train.equal_softmax:
-        rival = _equal_softmax(config, vocab, summary["parameters"])
-        other = run(rival, workdir / "equal_softmax")
-        summary["equal_softmax"] = other
-        summaries["softmax, as many parameters"] = other
+        rival = model_lib.equal_softmax(config, vocab, summary["parameters"])
+        rival = config_lib.validate(rival)
+        summary["equal_softmax"] = _run(rival, workdir / "equal_softmax")
     (workdir / "summary.json").write_text(json.dumps(summary, indent=2))
-    if all(summaries.values()):
-        print(truth.table(summaries))
     return summary
-
-
-def _equal_softmax(config, vocab, parameters):
-    """The same run with a softmax, wide enough to have as many parameters."""
-
-    def widened(width):
-        values = config_lib.to_dict(config)
-        values["head"] |= {"name": "softmax", "components": 1}
-        values["model"] |= {"last_dim": width, "context_dim": width}
-        if config.model.tied:
-            values["model"] |= {"embed_dim": width}
-        values["train"] |= {"equal_softmax": False}
-        return config_lib.from_dict(values)
-
-    def size(width):
-        init = model_lib.make(widened(width), vocab).init
-        params = jax.eval_shape(init, jax.random.key(0))
-        return model_lib.count_parameters(params, vocab)
-
-    width = 1
-    while size(width + 1) <= parameters:
-        width += 1
-    return widened(width)
-
-
-class _Report:
-    """Metrics of steps, one step late: to the file, the bar and the screen."""
-
-    def __init__(self, trainer, step, seconds):
-        train, stream = trainer.config.train, trainer.stream
-        start = {
-            "config": config_lib.to_dict(trainer.config),
-            "versions": {"python": platform.python_version(), "jax": jax.__version__},
-            "device": jax.devices()[0].device_kind,
-        }
-        self._writer = metrics.Writer(trainer.workdir, step, start)
-        total = train.steps or train.epochs * stream.steps_per_epoch
-        self._progress = metrics.Progress(total, step, trainer.config.head.name)
-        self._every, self._stream = train.log_every, stream
-        self._pending, self._window = None, []
-        self._before, self._clock = seconds, time.perf_counter()
-        self._lap = self._clock
-
-    @property
-    def seconds(self):
-        """Training time so far, earlier stretches of the run included."""
-        return self._before + time.perf_counter() - self._clock
-
-    def add(self, step, position, measured):
-        """Take a step's metrics, and read those of the step before."""
-        late, self._pending = self._pending, (step, position, measured)
-        if late is not None:
-            self._read(*late)
-
-    def settle(self):
-        """Read the metrics of the last step now."""
-        if self._pending is not None:
-            late, self._pending = self._pending, None
-            self._read(*late)
-
-    def say(self, line):
-        self._progress.say(line)
-
-    def evaluated(self, step, epoch, result, averaging):
-        """Report a validation."""
-        self._writer.write(
-            step,
-            epoch=epoch,
-            valid_loss=result.loss,
-            valid_perplexity=result.perplexity,
-            averaging=averaging,
-            seconds=round(self.seconds, 3),
-        )
-        note = "  (averaged)" if averaging else ""
-        self.say(
-            f"step {step:,}  epoch {epoch}  valid ppl {result.perplexity:.2f}{note}"
-        )
-        self._lap = time.perf_counter()
-
-    def close(self):
-        self._progress.close()
-        self._writer.close()
-
-    def _read(self, step, position, measured):
-        values = {name: float(value) for name, value in measured.items()}
-        loss = values["total"] / values["count"]
-        if not (math.isfinite(loss) and math.isfinite(values["grad_norm"])):
-            raise NonFiniteLossError(
-                f"step {step}: loss {loss}, gradient norm {values['grad_norm']}, at "
-                f"the batch of position {position}. The last checkpoint is intact; "
-                "a smaller learning rate or a gradient clip usually helps."
-            )
-        self._window.append(values)
-        self._progress.advance(step)
-        if step % self._every == 0:
-            self._log(step, values)
-
-    def _log(self, step, values):
-        total, count = (
-            sum(one[name] for one in self._window) for name in ("total", "count")
-        )
-        now = time.perf_counter()
-        steps, elapsed = len(self._window), now - self._lap
-        self._window, self._lap = [], now
-        loss, speed = total / count, count / elapsed
-        self._writer.write(
-            step,
-            loss=loss,
-            perplexity=metrics.perplexity(loss),
-            grad_norm=values["grad_norm"],
-            penalty=values["penalty"],
-            learning_rate=values["learning_rate"],
-            tokens_per_second=round(speed, 1),
-            step_ms=round(1e3 * elapsed / steps, 3),
-            epoch=self._stream.epoch,
-        )
-        self.say(
-            f"step {step:,}  loss {loss:.3f}  ppl {metrics.perplexity(loss):.1f}  "
-            f"{speed / 1e3:.1f}k tok/s"
-        )
 
 
 @contextlib.contextmanager

@@ -50,7 +50,9 @@ class Inputs(NamedTuple):
 def mixture(kind, params, hidden_TD, mask=None):
     """Prior [T, K] and contexts [T, K, E], and both before tanh and mean."""
     if kind in ("alone", "projected"):
-        context_TE = hidden_TD @ params["project_DE"] if kind == "projected" else hidden_TD
+        context_TE = (
+            hidden_TD @ params["project_DE"] if kind == "projected" else hidden_TD
+        )
         context_TKE = context_TE[:, None, :]
         prior_TK = np.ones((len(hidden_TD), 1))
     else:

@@ -24,10 +24,7 @@ def make(config: Config) -> linen.Module:
     """
     model = config.model
     rates = dropout.Rates(
-        input=config.regularise.input,
-        hidden=config.regularise.hidden,
-        output=config.regularise.output,
-        recurrent=config.regularise.recurrent,
+        **{name: getattr(config.regularise, name) for name in dropout.Rates._fields}
     )
     shared = {"rates": rates, "compute_dtype": model.compute_dtype}
     sizes = {name: getattr(model, name) for name in ("hidden_dim", "last_dim")}

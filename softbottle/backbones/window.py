@@ -22,7 +22,11 @@ class Carry(NamedTuple):
 
 
 class Window(nn.Module):
-    """Hidden states that see the last `order` words of their segment."""
+    """Hidden states that see the last `order` words of their segment.
+
+    Of the rates it reads `output` alone. A stream goes on in the next batch where its
+    segment has the same number; positions of segment 0 at the end are padding.
+    """
 
     order: int
     embed_dim: int
@@ -46,8 +50,7 @@ class Window(nn.Module):
         *,
         train: bool,
     ) -> base.Trunk:
-        """Run the network; in training the stream "dropout" gives the masks."""
-        rates = self.rates if train else dropout.Rates()
+        """Run the network; in training the stream "dropout" gives the mask."""
         stream = Carry(
             jnp.concatenate([carry.embedded_BPE, embedded_BSE], axis=1),
             jnp.concatenate([carry.segments_BP, segments_BS], axis=1),
@@ -57,7 +60,8 @@ class Window(nn.Module):
         inner_BSH = nn.Dense(self.hidden_dim, name="inner", **dense)(context_BSC)
         raw_BSD = nn.Dense(self.last_dim, name="outer", **dense)(jnp.tanh(inner_BSH))
         raw_BSD = raw_BSD.astype(embedded_BSE.dtype)
-        hidden_BSD = base.drop_locked(self, rates.output, raw_BSD)
+        rate = self.rates.output if train else 0.0
+        hidden_BSD = base.drop_locked(self, rate, raw_BSD)
         carry = _last(stream, segments_BS, self.order - 1)
         return base.Trunk(hidden_BSD, raw_BSD, carry)
 

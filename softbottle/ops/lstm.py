@@ -11,13 +11,12 @@ yields only the gradients dz_t of the four pre-activations, stacked, and then
     dW_x = sum_t x_t' dz_t,    dW_h = sum_t h_{t-1}' dz_t,    dx_t = dz_t W_x'
 
 are one product each; ordinary differentiation of a scan would read and write dW_h at
-every step.
+each step.
 
-Several layers can run one after the other ("scan") or as a wavefront: at step s layer
-l stands at position s - l and reads what layer l - 1 left one step earlier, so one
-batched product a step serves all the layers, padded to the widest. A layer that has
-not begun, has ended or stands on padding keeps its state. Both forms are the same
-function, `_wave`, of one layer or of many, and agree to rounding.
+A stack runs one layer after the other ("scan") or as a wavefront: in step s layer l
+stands at position s - l and reads what layer l - 1 left one step earlier, so that one
+batched product a step serves all layers, padded to the widest. A layer that has not
+begun, has ended or stands on padding keeps its state. Both agree to rounding.
 """
 
 import functools
@@ -113,8 +112,7 @@ def stack(
             recurrence. They are constants: no gradient flows to them.
         valid_SB: False on padding, as in `lstm`.
         implementation: "scan" or "wavefront".
-        compute_dtype: as in `lstm`.
-        unroll: as in `lstm`.
+        compute_dtype, unroll: as in `lstm`.
 
     Returns:
         The last layer's outputs [S, B, H] and the state of each layer.
@@ -122,21 +120,24 @@ def stack(
     Raises:
         ValueError: on an unknown implementation or a wrong number of states or masks.
     """
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(
-            f"implementation must be one of {IMPLEMENTATIONS}, got {implementation!r}."
-        )
-    depth = len(layers)
-    if len(carries) != depth:
-        raise ValueError(f"{depth} layers take {depth} states, got {len(carries)}.")
-    if masks is not None and len(masks) != depth - 1:
-        raise ValueError(f"{depth} layers take {depth - 1} masks, got {len(masks)}.")
+    _check(implementation, len(layers), carries, masks)
     if valid_SB is None:
         valid_SB = jnp.ones(inputs_SBI.shape[:2], bool)
     dtype = jnp.dtype(inputs_SBI.dtype if compute_dtype is None else compute_dtype)
     run = _one_by_one if implementation == "scan" else _wavefront
     wave = functools.partial(_wave, dtype, unroll)
     return run(wave, inputs_SBI, carries, layers, masks, valid_SB)
+
+
+def _check(implementation, depth, carries, masks):
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"implementation must be one of {IMPLEMENTATIONS}, got {implementation!r}."
+        )
+    if len(carries) != depth:
+        raise ValueError(f"{depth} layers take {depth} states, got {len(carries)}.")
+    if masks is not None and len(masks) != depth - 1:
+        raise ValueError(f"{depth} layers take {depth - 1} masks, got {len(masks)}.")
 
 
 def _one_by_one(wave, inputs_SBI, carries, layers, masks, valid_SB):
@@ -340,11 +341,10 @@ def _operand_bar(operand_bar_LBJ, mask_MBH):
 def _active(valid_SB, layers):
     """Whether each layer reads a valid position, at each of the S + L - 1 steps."""
     shifts = [((layer, layers - 1 - layer), (0, 0)) for layer in range(layers)]
-    active = [jnp.pad(valid_SB, shift) for shift in shifts]
-    return jnp.stack(active, axis=1)[:, :, :, None]
+    return jnp.stack([jnp.pad(valid_SB, s) for s in shifts], axis=1)[:, :, :, None]
 
 
 def _before(first_LBH, values_SLBH):
     """The values before each step, given those after it."""
-    first_SLBH = first_LBH[None].astype(values_SLBH.dtype)
-    return jnp.concatenate([first_SLBH, values_SLBH[:-1]])
+    first_LBH = first_LBH.astype(values_SLBH.dtype)
+    return jnp.concatenate([first_LBH[None], values_SLBH[:-1]])

@@ -48,9 +48,10 @@ def test_a_mask_that_does_not_broadcast_is_refused_with_its_shape():
 def test_the_kind_of_the_weights_does_not_change_the_loss(kind, mixed_dtypes):
     ones_T = jnp.ones(oracle.TOKENS)
     point = oracle.cast(oracle.make_inputs("mos"), jnp.float32)
-    loss = lambda table_VE, weights_T: MOS.loss(
-        point.params, table_VE, *point[2:5], weights_T
-    )
+
+    def loss(table_VE, weights_T):
+        return MOS.loss(point.params, table_VE, *point[2:5], weights_T)
+
     expected, expected_bar = jax.value_and_grad(loss)(point.table_VE, ones_T)
     weights_T = ones_T.astype(kind)
     plain = loss(point.table_VE, weights_T)
@@ -88,9 +89,10 @@ def test_heads_without_projection_need_equal_widths(name):
 @pytest.mark.parametrize("name", ["softmax", "mos"])
 def test_the_same_key_gives_the_same_parameters_and_another_key_others(name):
     case = oracle.CASES[name]
-    init = lambda seed: jax.tree.leaves(
-        case.head.init(jax.random.key(seed), case.hidden_dim, 7)
-    )
+
+    def init(seed):
+        return jax.tree.leaves(case.head.init(jax.random.key(seed), case.hidden_dim, 7))
+
     for ours, same, other in zip(init(0), init(0), init(1), strict=True):
         np.testing.assert_array_equal(ours, same)
         assert not np.array_equal(ours, other)

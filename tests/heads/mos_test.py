@@ -42,7 +42,9 @@ def test_a_shift_of_all_logits_changes_nothing():
 
 
 def test_the_paper_counts_of_parameters_come_out():
-    init = lambda key: softbottle.mos(15).init(key, 620, 280)
+    def init(key):
+        return softbottle.mos(15).init(key, 620, 280)
+
     shapes = jax.eval_shape(init, jax.random.key(0))
     count = sum(np.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
     # The prior has no bias, the latent projection has one (FACTS A.2, A.3).

@@ -26,9 +26,7 @@ def exact_step(name, inputs):
         table_VE=inputs.table_VE[:WORDS], bias_V=inputs.bias_V[:WORDS]
     )
     value = np.dot(inputs.weights_T, oracle.nll(name, live))
-    params, table_VE, bias_V, hidden_TD = oracle.gradients(
-        name, live, inputs.weights_T
-    )
+    params, table_VE, bias_V, hidden_TD = oracle.gradients(name, live, inputs.weights_T)
     pad = ROWS - WORDS
     table_VE = np.pad(table_VE, ((0, pad), (0, 0)))
     return value, (params, table_VE, np.pad(bias_V, (0, pad)), hidden_TD)

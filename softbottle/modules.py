@@ -1,0 +1,158 @@
+"""Heads as modules, for models written in flax.linen or flax.nnx.
+
+They own the table and the bias, take hidden states of any leading shape and hand
+everything else to the head. For a table that also embeds the input, or one that is
+split over devices, call the head's pure functions yourself.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from softbottle.heads import Head
+
+
+class LinenHead(nn.Module):
+    """An output head as a linen module.
+
+    >>> head = LinenHead(softbottle.mos(components=8), vocab=100, context_dim=16)
+    >>> hidden, labels = jnp.ones((2, 5, 32)), jnp.zeros((2, 5), jnp.int32)
+    >>> variables = head.init(jax.random.key(0), hidden, labels)
+    >>> loss = head.apply(variables, hidden, labels) / labels.size
+    >>> next_ids = head.apply(variables, hidden, jax.random.key(1), method="sample")
+
+    Attributes:
+        head: any of softbottle's heads.
+        vocab: how many words there are.
+        context_dim: width of the table.
+        bias: whether words have a bias.
+        options: of the head's operations; see ops/options.py.
+    """
+
+    head: Head
+    vocab: int
+    context_dim: int
+    bias: bool = True
+    options: dict[str, Any] | None = None
+
+    def __call__(
+        self,
+        hidden: jax.Array,
+        labels: jax.Array,
+        weights: jax.Array | None = None,
+    ) -> jax.Array:
+        """The weighted sum of the tokens' negative log-likelihoods, a scalar."""
+        return _loss(self._call, hidden, labels, weights)
+
+    def nll(self, hidden: jax.Array, labels: jax.Array) -> jax.Array:
+        """-log P(label), in the shape of the labels."""
+        return _by_token(self._call, "nll", hidden, labels.reshape(-1))
+
+    def log_probs(self, hidden: jax.Array) -> jax.Array:
+        """Log P(v) of every word, on a new last axis."""
+        return _by_token(self._call, "log_probs", hidden)
+
+    def sample(self, hidden: jax.Array, key: jax.Array) -> jax.Array:
+        """One word for each hidden state."""
+        return _by_token(self._call, "sample", hidden, key)
+
+    @nn.compact
+    def _call(self, name, hidden_TD, *arguments):
+        start = nn.initializers.normal(self.context_dim**-0.5)
+        table_VE = self.param("table_VE", start, (self.vocab, self.context_dim))
+        bias_V = None
+        if self.bias:
+            bias_V = self.param("bias_V", nn.initializers.zeros, (self.vocab,))
+        width = hidden_TD.shape[-1]
+        params = self.param("head", self.head.init, width, self.context_dim)
+        function = getattr(self.head, name)
+        return function(
+            params, table_VE, bias_V, hidden_TD, *arguments, **(self.options or {})
+        )
+
+
+class NnxHead(nnx.Module):
+    """An output head as an nnx module.
+
+    >>> head = NnxHead(softbottle.mos(components=8), 32, vocab=100, context_dim=16,
+    ...                rngs=nnx.Rngs(0))
+    >>> hidden, labels = jnp.ones((2, 5, 32)), jnp.zeros((2, 5), jnp.int32)
+    >>> loss = head(hidden, labels) / labels.size
+    >>> next_ids = head.sample(hidden, jax.random.key(1))
+
+    Args:
+        head: any of softbottle's heads.
+        hidden_dim: width of the states it will read.
+        vocab: how many words there are.
+        context_dim: width of the table.
+        bias: whether words have a bias.
+        rngs: `rngs.params()` starts the parameters.
+        **options: of the head's operations; see ops/options.py.
+    """
+
+    def __init__(
+        self,
+        head: Head,
+        hidden_dim: int,
+        *,
+        vocab: int,
+        context_dim: int,
+        bias: bool = True,
+        rngs: nnx.Rngs,
+        **options,
+    ):
+        scale = context_dim**-0.5
+        table_VE = scale * jax.random.normal(rngs.params(), (vocab, context_dim))
+        self.head, self.options = head, options
+        self.table_VE = nnx.Param(table_VE)
+        self.bias_V = nnx.Param(jnp.zeros(vocab)) if bias else None
+        params = head.init(rngs.params(), hidden_dim, context_dim)
+        self.params = nnx.Dict({name: nnx.Param(leaf) for name, leaf in params.items()})
+
+    def __call__(
+        self,
+        hidden: jax.Array,
+        labels: jax.Array,
+        weights: jax.Array | None = None,
+    ) -> jax.Array:
+        """The weighted sum of the tokens' negative log-likelihoods, a scalar."""
+        return _loss(self._call, hidden, labels, weights)
+
+    def nll(self, hidden: jax.Array, labels: jax.Array) -> jax.Array:
+        """-log P(label), in the shape of the labels."""
+        return _by_token(self._call, "nll", hidden, labels.reshape(-1))
+
+    def log_probs(self, hidden: jax.Array) -> jax.Array:
+        """Log P(v) of every word, on a new last axis."""
+        return _by_token(self._call, "log_probs", hidden)
+
+    def sample(self, hidden: jax.Array, key: jax.Array) -> jax.Array:
+        """One word for each hidden state."""
+        return _by_token(self._call, "sample", hidden, key)
+
+    def _call(self, name, hidden_TD, *arguments):
+        params = {name: leaf[...] for name, leaf in self.params.items()}
+        bias_V = None if self.bias_V is None else self.bias_V[...]
+        function = getattr(self.head, name)
+        return function(
+            params, self.table_VE[...], bias_V, hidden_TD, *arguments, **self.options
+        )
+
+
+def _loss(call: Callable[..., jax.Array], hidden, labels, weights):
+    labels_T = labels.reshape(-1)
+    weights_T = jnp.ones(labels_T.shape) if weights is None else weights.reshape(-1)
+    return call("loss", _flat(hidden), labels_T, weights_T)
+
+
+def _by_token(call: Callable[..., jax.Array], name, hidden, *arguments):
+    result = call(name, _flat(hidden), *arguments)
+    return result.reshape(*hidden.shape[:-1], *result.shape[1:])
+
+
+def _flat(hidden):
+    return hidden.reshape(-1, hidden.shape[-1])

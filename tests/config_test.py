@@ -1,0 +1,175 @@
+import json
+
+import pytest
+
+from softbottle import config as configs
+from softbottle.config import Config
+
+
+def changed(path, value):
+    config = Config()
+    *sections, field = path.split(".")
+    target = config
+    for name in sections:
+        target = getattr(target, name)
+    setattr(target, field, value)
+    return config
+
+
+def test_the_defaults_are_valid():
+    assert configs.validate(Config()) is not None
+
+
+@pytest.mark.parametrize("path", ["head.componentz", "trian", "data.synthetic.wordz"])
+def test_an_unknown_field_is_refused_with_the_fields_there_are(path):
+    with pytest.raises(ValueError, match=rf"no field '{path.split('.')[-1]}'; it has"):
+        changed(path, 3)
+
+
+def test_reading_an_unknown_field_names_the_fields_there_are():
+    with pytest.raises(AttributeError, match="'componentz'; it has .*'components'"):
+        Config().head.componentz  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    "path, value, expected",
+    [
+        ("head.components", "3", "int"),
+        ("head.components", 3.0, "int"),
+        ("head.components", True, "int"),
+        ("head.name", 3, "str"),
+        ("optim.learning_rate", "1e-3", "float"),
+        ("model.tied", 1, "bool"),
+        ("head", {"name": "mos"}, "Head"),
+        ("seed", None, "int"),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_refused_with_both_types(path, value, expected):
+    field = path.split(".")[-1]
+    with pytest.raises(
+        ValueError, match=rf"\.{field} must be {expected}, got"
+    ) as error:
+        changed(path, value)
+    assert repr(value) in str(error.value)
+
+
+def test_an_integer_is_taken_for_a_float():
+    config = changed("optim.learning_rate", 1)
+    assert type(config.optim.learning_rate) is float
+
+
+@pytest.mark.parametrize(
+    "path, value",
+    [
+        ("data.name", "enwik8"),
+        ("head.name", "mosaic"),
+        ("model.backbone", "rnn"),
+        ("model.compute_dtype", "float16"),
+        ("optim.name", "lion"),
+        ("optim.averaging", "swa"),
+    ],
+)
+def test_a_choice_that_is_not_offered_is_refused_with_those_that_are(path, value):
+    with pytest.raises(ValueError, match=rf"{path} must be one of \(.*got '{value}'"):
+        configs.validate(changed(path, value))
+
+
+@pytest.mark.parametrize(
+    "path, value",
+    [
+        ("head.components", 0),
+        ("data.rows", 0),
+        ("optim.learning_rate", 0.0),
+        ("optim.learning_rate", float("nan")),
+        ("train.steps", -1),
+        ("seed", -1),
+        ("optim.weight_decay", -0.1),
+        ("regularise.output", 1.0),
+        ("regularise.latent", -0.1),
+        ("data.synthetic.words", 3),
+        ("data.synthetic.spread", 0.0),
+    ],
+)
+def test_a_value_out_of_range_is_refused_by_name_and_value(path, value):
+    with pytest.raises(ValueError, match=path) as error:
+        configs.validate(changed(path, value))
+    assert repr(value) in str(error.value)
+
+
+def test_the_centre_of_gss_may_be_negative():
+    configs.validate(changed("head.center", -1.5))
+
+
+def test_a_run_without_steps_and_epochs_is_refused():
+    with pytest.raises(ValueError, match="nothing to train"):
+        configs.validate(changed("train.steps", 0))
+
+
+def test_a_tied_table_has_one_width():
+    config = changed("model.context_dim", 9)
+    with pytest.raises(ValueError, match="context_dim=9 .*embed_dim=8"):
+        configs.validate(config)
+    config.model.tied = False
+    assert configs.context_dim(configs.validate(config)) == 9
+
+
+def test_a_low_rank_head_needs_a_table_of_its_rank():
+    config = changed("head.name", "lowrank")
+    config.head.rank = 3
+    with pytest.raises(ValueError, match="head.rank=3.* 8 wide"):
+        configs.validate(config)
+
+
+def test_rows_are_a_multiple_of_the_accumulated_parts():
+    with pytest.raises(ValueError, match="data.rows=32 .*optim.accumulate=5"):
+        configs.validate(changed("optim.accumulate", 5))
+
+
+@pytest.mark.parametrize(
+    "path", ["seed", "head.components", "train.steps", "data.synthetic.words"]
+)
+def test_a_validated_config_is_frozen(path):
+    config = configs.validate(Config())
+    *sections, field = path.split(".")
+    target = config
+    for name in sections:
+        target = getattr(target, name)
+    with pytest.raises(ValueError, match=f"frozen.*{field}"):
+        setattr(target, field, 5)
+
+
+def test_validating_one_config_freezes_no_other():
+    configs.validate(Config())
+    Config().head.components = 2
+
+
+def test_a_config_survives_the_way_through_json():
+    config = changed("head.components", 7)
+    config.data.synthetic.words = 64
+    stored = json.loads(json.dumps(configs.to_dict(config)))
+    assert configs.from_dict(stored) == config
+    assert configs.from_dict(stored) != Config()
+    assert configs.differences(config, stored) == []
+
+
+def test_a_stored_field_that_does_not_exist_is_refused():
+    stored = configs.to_dict(Config())
+    stored["head"]["componentz"] = 3
+    with pytest.raises(ValueError, match="componentz"):
+        configs.from_dict(stored)
+
+
+def test_a_stored_section_that_does_not_exist_is_refused():
+    with pytest.raises((ValueError, AttributeError), match="heads"):
+        configs.from_dict({"heads": {"name": "mos"}})
+
+
+def test_differences_name_the_field_and_both_values():
+    stored = configs.to_dict(Config())
+    stored["head"]["components"] = 15
+    del stored["seed"]
+    lines = configs.differences(Config(), stored)
+    assert lines == [
+        "head.components: 1 here, 15 there",
+        "seed: 0 here, null there",
+    ]

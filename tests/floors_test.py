@@ -1,0 +1,157 @@
+"""Imports point downwards, and importing the package is cheap."""
+
+import ast
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+# A package stands for every file in it.
+FLOORS = {
+    "softbottle.ops": 0,
+    "softbottle.config": 0,
+    "softbottle.heads": 1,
+    "softbottle.backbones": 1,
+    "softbottle.data": 1,
+    "softbottle.model": 2,
+    "softbottle.modules": 2,
+    "softbottle.state": 2,
+    "softbottle.optim": 2,
+    "softbottle.sharding": 2,
+    "softbottle.checkpoint": 2,
+    "softbottle.metrics": 2,
+    "softbottle.evaluate": 3,
+    "softbottle.dynamic": 3,
+    "softbottle.generate": 3,
+    "softbottle.analysis": 3,
+    "softbottle.train": 4,
+    "softbottle.sweep": 4,
+    "softbottle.bench": 4,
+    "launch": 5,
+}
+# The package's own door: it opens onto floors 0 and 1 alone.
+ROOT_DOOR = {"softbottle.ops", "softbottle.heads"}
+HEAVY = ("flax", "tensorflow", "orbax", "optax", "matplotlib", "torch")
+
+
+def unit_of(module):
+    """The entry of FLOORS that a dotted module name belongs to, or None."""
+    while module:
+        if module in FLOORS:
+            return module
+        module = module.rpartition(".")[0]
+    return None
+
+
+def are_neighbours(unit, other):
+    """Two plain files of one floor, both of the package softbottle itself."""
+    files = [
+        ROOT.joinpath(*name.split(".")).with_suffix(".py") for name in (unit, other)
+    ]
+    return FLOORS[unit] == FLOORS[other] and all(file.exists() for file in files)
+
+
+def modules():
+    for top in ("softbottle", "launch"):
+        for path in sorted((ROOT / top).rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            yield path, ".".join(part for part in parts if part != "__init__")
+
+
+MODULES = list(modules())
+
+
+def imports(path, module):
+    """Dotted names of our own modules that a file imports, at any depth."""
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*above, *filter(None, [base])])
+            names = [f"{base}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        yield from (n for n in names if n.split(".")[0] in ("softbottle", "launch"))
+
+
+@pytest.mark.parametrize("path, module", MODULES, ids=[name for _, name in MODULES])
+def test_a_file_imports_only_from_floors_below_it_or_its_own_package(path, module):
+    if module == "softbottle":
+        assert {unit_of(name) for name in imports(path, module)} <= ROOT_DOOR
+        return
+    unit = unit_of(module)
+    assert unit is not None, f"{module} has no floor; add it to FLOORS in this test"
+    for name in imports(path, module):
+        other = unit_of(name)
+        if other is None:
+            # `from softbottle import mos`: a public name of floor 1.
+            other = "softbottle.heads"
+        below = FLOORS[other] < FLOORS[unit]
+        assert below or other == unit or are_neighbours(unit, other), (
+            f"{module} (floor {FLOORS[unit]}) imports {name} (floor {FLOORS[other]})"
+        )
+
+
+def test_the_test_itself_sees_an_import_that_points_upwards(tmp_path):
+    path = tmp_path / "base.py"
+    path.write_text(
+        "def f():\n    from softbottle import train\n    from . import mos\n"
+    )
+    found = set(imports(path, "softbottle.heads.base"))
+    assert found == {"softbottle.train", "softbottle.heads.mos"}
+    assert FLOORS[unit_of("softbottle.train")] > FLOORS["softbottle.heads"]
+
+
+@pytest.mark.parametrize("package, allowed", [("ops", {"jax"}), ("heads", {"jax"})])
+def test_ops_and_heads_need_jax_and_numpy_alone(package, allowed):
+    standard = sys.stdlib_module_names | {"softbottle", "numpy"} | allowed
+    for path in (ROOT / "softbottle" / package).glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                names = [node.module]
+            for name in names:
+                assert name.split(".")[0] in standard, f"{path.name} imports {name}"
+
+
+@pytest.fixture(scope="module")
+def fresh_import():
+    """(seconds beyond jax, loaded modules, live backends) of a new interpreter."""
+    program = (
+        "import sys, time, jax, jax.numpy\n"
+        "start = time.process_time()\n"
+        "import softbottle\n"
+        "seconds = time.process_time() - start\n"
+        "from jax._src import xla_bridge\n"
+        "print(seconds, len(xla_bridge._backends), ' '.join(sys.modules))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    seconds, backends, *loaded = done.stdout.split()
+    return float(seconds), int(backends), {name.split(".")[0] for name in loaded}
+
+
+def test_importing_softbottle_loads_nothing_heavy(fresh_import):
+    assert "softbottle" in fresh_import[2]
+    assert fresh_import[2].isdisjoint(HEAVY)
+
+
+def test_importing_softbottle_is_quick(fresh_import):
+    assert fresh_import[0] < 1.0
+
+
+def test_importing_softbottle_touches_no_device(fresh_import):
+    assert fresh_import[1] == 0

@@ -1,0 +1,106 @@
+"""The softmax bottleneck itself: ranks of matrices of log-probabilities.
+
+Rank is the number of singular values above 0.5 sqrt(m + n + 1) sigma_1 eps, with eps
+that of the precision in which the log-probabilities were computed.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import softbottle
+
+WIDTH, CONTEXTS, WORDS = 5, 43, 47
+HEADS = {
+    "softmax": softbottle.softmax(),
+    "moc": softbottle.moc(4),
+    "lowrank": softbottle.lowrank(WIDTH),
+    "mos": softbottle.mos(4),
+    "sigsoftmax": softbottle.sigsoftmax(),
+    "moss": softbottle.moss(4),
+    "gss": softbottle.gss(-1.5, 2.5),
+}
+
+
+def numerical_rank(matrix, precision):
+    values = np.linalg.svd(np.asarray(matrix, np.float64), compute_uv=False)
+    m, n = matrix.shape
+    tolerance = 0.5 * np.sqrt(m + n + 1) * values[0] * np.finfo(precision).eps
+    return int(np.sum(values > tolerance))
+
+
+def log_probs(name, precision, bias, seed=0):
+    rng = np.random.default_rng(seed)
+    with jax.enable_x64(True):
+        params = HEADS[name].init(jax.random.key(seed), WIDTH, WIDTH)
+        # Larger than at the start of training, so that each tanh bends.
+        params = jax.tree.map(lambda leaf: (3 * leaf).astype(precision), params)
+        table_VE = jnp.asarray(rng.normal(size=(WORDS, WIDTH)), precision)
+        bias_V = jnp.asarray(rng.normal(size=WORDS), precision) if bias else None
+        hidden_TD = jnp.asarray(rng.normal(size=(CONTEXTS, WIDTH)), precision)
+        log_probs = jax.jit(HEADS[name].log_probs)
+        return np.asarray(log_probs(params, table_VE, bias_V, hidden_TD))
+
+
+@pytest.mark.parametrize("precision", ["float64", "float32"])
+@pytest.mark.parametrize("name", ["softmax", "moc", "lowrank"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_one_softmax_has_rank_exactly_d_plus_one_and_one_more_with_a_bias(
+    name, bias, precision
+):
+    log_p_TV = log_probs(name, precision, bias)
+    assert log_p_TV.dtype == precision
+    assert numerical_rank(log_p_TV, precision) == WIDTH + 1 + bias
+
+
+@pytest.mark.parametrize("precision", ["float64", "float32"])
+@pytest.mark.parametrize("name", ["mos", "sigsoftmax", "moss", "gss"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_mixtures_and_bent_activations_exceed_the_bound(name, bias, precision):
+    log_p_TV = log_probs(name, precision, bias)
+    assert numerical_rank(log_p_TV, precision) > 2 * (WIDTH + 2)
+
+
+def test_the_tolerance_of_a_finer_precision_finds_a_spurious_rank():
+    log_p_TV = log_probs("softmax", "float32", bias=False)
+    assert numerical_rank(log_p_TV, "float32") == WIDTH + 1
+    assert numerical_rank(log_p_TV, "float64") == min(CONTEXTS, WORDS)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_shift_of_each_row_changes_the_rank_by_one_at_most(seed):
+    rng = np.random.default_rng(seed)
+    logits_TV = rng.normal(size=(CONTEXTS, WIDTH)) @ rng.normal(size=(WIDTH, WORDS))
+    rank = numerical_rank(logits_TV, "float64")
+    for _ in range(4):
+        shifted_TV = logits_TV + rng.normal(size=(CONTEXTS, 1))
+        assert numerical_rank(shifted_TV, "float64") - rank in (-1, 0, 1)
+    assert rank == WIDTH
+
+
+@pytest.mark.parametrize("change", [-1, 0, 1])
+def test_members_of_one_family_of_logits_differ_by_each_of_minus_one_zero_and_one(
+    change,
+):
+    rng = np.random.default_rng(0)
+    left_TD = rng.normal(size=(CONTEXTS, WIDTH))
+    right_DV = rng.normal(size=(WIDTH, WORDS))
+    shift_T1 = rng.normal(size=(CONTEXTS, 1))
+    if change == 1:
+        before, after = left_TD @ right_DV, left_TD @ right_DV + shift_T1
+    elif change == -1:
+        before, after = left_TD @ right_DV + shift_T1, left_TD @ right_DV
+    else:
+        # The ones are in the row space already, and the shift in the column space.
+        right_DV[0] = 1.0
+        before = left_TD @ right_DV
+        after = before + left_TD[:, 1:2]
+    ranks = numerical_rank(before, "float64"), numerical_rank(after, "float64")
+    assert ranks[1] - ranks[0] == change
+
+
+def test_the_log_softmax_of_any_logits_is_a_member_of_their_family():
+    logits_TV = np.random.default_rng(0).normal(size=(CONTEXTS, WORDS))
+    shift_TV = np.asarray(jax.nn.log_softmax(logits_TV)) - logits_TV
+    np.testing.assert_allclose(np.ptp(shift_TV, axis=1), 0, atol=1e-5)
