@@ -10,6 +10,7 @@ import numpy as np
 from softbottle import metrics
 from softbottle.data import batches
 from softbottle.model import Model
+from softbottle.ops import cache
 
 
 class Evaluation(NamedTuple):
@@ -54,6 +55,61 @@ def make_evaluator(model: Model) -> Callable[..., Evaluation]:
         return Evaluation(sum(float(part) for part in [*sums, total]), count)
 
     return evaluate
+
+
+class Pointer(NamedTuple):
+    """The neural cache of Grave et al.: its window, sharpness and share.
+
+    P(v) = (1 - share) P_model(v) + share sum_i softmax_i(theta h_t . h_i) [x_i+1 = v],
+    i over the last `window` positions; P_model alone where there are none.
+    """
+
+    window: int = 500
+    theta: float = 1.0
+    share: float = 0.1
+
+
+def evaluate_with_cache(
+    model: Model, params: Any, ids: np.ndarray, length: int, pointer: Pointer
+) -> Evaluation:
+    """Score a text, read as one row, with a cache of the states before each word."""
+
+    @jax.jit
+    def score(params, batch, carry, past):
+        hidden_BSD, carry = model.hidden(params, batch, carry)
+        real_S, labels_S = batch.weights_BS[0] != 0, batch.labels_BS[0]
+        output = model.output(params)
+        nll_S = model.head.nll(*output, hidden_BSD[0], labels_S, **model.options)
+        now = (hidden_BSD[0].astype(jnp.float32), labels_S, real_S)
+        key_MD, word_M, seen_M = (
+            jnp.concatenate([old, new]) for old, new in zip(past, now, strict=True)
+        )
+        visible_SM = cache.window(len(real_S), pointer.window) & seen_M[None]
+        target_S, lse_S = cache.masses(
+            now[0], key_MD, word_M, labels_S, visible_SM, pointer.theta
+        )
+        mixed_S = jnp.logaddexp(
+            jnp.log1p(-pointer.share) - nll_S,
+            jnp.log(pointer.share) + target_S - lse_S,
+        )
+        mixed_S = jnp.where(jnp.isneginf(lse_S), -nll_S, mixed_S)
+        past = (key_MD[len(real_S) :], word_M[len(real_S) :], seen_M[len(real_S) :])
+        return -jnp.sum(jnp.where(real_S, mixed_S, 0.0)), carry, past
+
+    carry, total, count = model.initial_carry(1), 0.0, 0
+    past = _empty_past(model, params, pointer.window)
+    for batch in batches.evaluation(ids, 1, length):
+        nll, carry, past = score(params, batch, carry, past)
+        total, count = total + float(nll), count + int(batch.weights_BS.sum())
+    return Evaluation(total, count)
+
+
+def _empty_past(model, params, window):
+    ones = np.ones((1, 1), np.int32)
+    batch = batches.Batch(ones, ones, ones.astype(np.float32), ones)
+    hidden = jax.eval_shape(model.hidden, params, batch, model.initial_carry(1))[0]
+    hidden_WD = jnp.zeros((window, hidden.shape[-1]))
+    return hidden_WD, jnp.zeros(window, jnp.int32), jnp.zeros(window, bool)
 
 
 def log_probs(

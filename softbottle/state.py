@@ -55,8 +55,12 @@ def write_run(workdir: pathlib.Path, config: config_lib.Config, vocab: Vocab) ->
     temporary.replace(path)
 
 
-def load_run(workdir: pathlib.Path | str) -> Run:
+def load_run(workdir: pathlib.Path | str, compute_dtype: str | None = None) -> Run:
     """The model of a run with its best parameters.
+
+    Args:
+        workdir: the run's folder.
+        compute_dtype: of the model's products; None takes that of its training.
 
     Raises:
         ValueError: if the folder holds no run.
@@ -65,7 +69,9 @@ def load_run(workdir: pathlib.Path | str) -> Run:
     path = workdir / "config.json"
     if not path.exists():
         raise ValueError(f"{workdir} holds no run: there is no config.json in it.")
-    config = config_lib.validate(config_lib.from_dict(json.loads(path.read_text())))
+    config = config_lib.from_dict(json.loads(path.read_text()))
+    config.model.compute_dtype = compute_dtype or config.model.compute_dtype
+    config = config_lib.validate(config)
     vocab = Vocab.load(workdir / "vocab.txt", config.data.lowercase)
     functions = model.make(config, len(vocab))
     like = jax.eval_shape(functions.init, jax.random.key(0))

@@ -139,9 +139,15 @@ def init_state(
     tx: optax.GradientTransformationExtraArgs,
 ) -> TrainState:
     """The state before the first step."""
-    params = model.init(jax.random.fold_in(jax.random.key(config.seed), 2**31))
-    carry = model.initial_carry(config.data.rows)
-    return TrainState(jnp.zeros((), jnp.int32), params, tx.init(params), carry)
+
+    # In one jit, so that no two of its arrays share a buffer: the step donates them.
+    @jax.jit
+    def build():
+        params = model.init(jax.random.fold_in(jax.random.key(config.seed), 2**31))
+        carry = model.initial_carry(config.data.rows)
+        return TrainState(jnp.zeros((), jnp.int32), params, tx.init(params), carry)
+
+    return build()
 
 
 def _run(config, workdir):
@@ -222,7 +228,7 @@ def _start(trainer):
         return state, History(**host["history"])
     if config.train.init_from:
         start = state_lib.load_run(config.train.init_from)
-        opt_state = optim.make(config.optim).init(start.params)
+        opt_state = jax.jit(optim.make(config.optim).init)(start.params)
         state = state.replace(params=start.params, opt_state=opt_state)
     return state, History()
 

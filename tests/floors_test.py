@@ -25,11 +25,12 @@ FLOORS = {
     "softbottle.evaluate": 3,
     "softbottle.dynamic": 3,
     "softbottle.generate": 3,
-    "softbottle.analysis": 3,
-    "softbottle.train": 4,
-    "softbottle.sweep": 4,
-    "softbottle.bench": 4,
-    "launch": 5,
+    "softbottle.export": 3,
+    "softbottle.analysis": 4,
+    "softbottle.train": 5,
+    "softbottle.sweep": 6,
+    "softbottle.bench": 6,
+    "launch": 7,
 }
 # The package's own door: it opens onto floors 0 and 1 alone.
 ROOT_DOOR = {"softbottle.ops", "softbottle.heads"}

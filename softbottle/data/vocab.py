@@ -19,8 +19,6 @@ from concurrent import futures
 from typing import NamedTuple
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 
 EOS, UNK = "<eos>", "<unk>"
 
@@ -232,6 +230,10 @@ def check_ids(name: str, ids: np.ndarray, size: int) -> None:
 
 def _split(raw, lowercase):
     """The words of UTF-8 bytes, with the word `<eos>` for each line break."""
+    # Imported here, so that reading an encoded corpus loads no text library.
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
     text = pa.array([raw], pa.string())
     if lowercase:
         text = pc.utf8_lower(text)

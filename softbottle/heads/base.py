@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from softbottle import ops
 from softbottle.ops.activations import SOFTMAX, Activation
@@ -77,6 +78,11 @@ def mixture_head(
         **options,
     ):
         """sum_t weight[t] nll[t]; the gradient is computed in forward."""
+        if weights_T.shape != hidden_TD.shape[:1]:
+            raise ValueError(
+                f"weights_T must have a weight for each of the {hidden_TD.shape[0]} "
+                f"tokens of hidden_TD {hidden_TD.shape}, got {weights_T.shape}."
+            )
         # A padding token's state may be anything; masked here, it cannot reach the
         # head's own parameters either.
         hidden_TD = jnp.where((weights_T != 0)[:, None], hidden_TD, 0.0)
@@ -140,7 +146,7 @@ def uniform(key: jax.Array, shape: tuple[int, ...], fan_in: int) -> jax.Array:
 
 def check_components(components: int) -> None:
     """Raise unless the number of components is a positive integer."""
-    if not isinstance(components, int) or components < 1:
+    if not isinstance(components, int | np.integer) or components < 1:
         raise ValueError(f"components must be an integer >= 1, got {components!r}.")
 
 

@@ -53,7 +53,8 @@ def generalised(theta: tuple[jax.Array, jax.Array], z: jax.Array) -> jax.Array:
 
 def piecewise_even(theta: Segments, z: jax.Array) -> jax.Array:
     """A piecewise-linear g with segments of one length: the index is a division."""
-    step = theta.positions_N[1] - theta.positions_N[0]
+    starts_N = theta.positions_N
+    step = (starts_N[-1] - starts_N[0]) / (len(starts_N) - 1)
     index = jnp.floor((z - theta.positions_N[0]) / step)
     return _interpolate(theta, z, jnp.clip(index, 0, len(theta.values_N) - 1))
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from softbottle.ops import blocked, decode, parts, reference
 from softbottle.ops.activations import SOFTMAX, Activation
-from softbottle.ops.options import Options
+from softbottle.ops.options import Options, sum_dtype
 
 IMPLEMENTATIONS = {"blocked": blocked, "reference": reference}
 
@@ -84,6 +84,7 @@ def loss(
     # Padding may hold anything, even NaN; where it is read its weight is 0, and 0 times
     # a finite number is 0.
     real_T = weights_T != 0
+    weights_T = weights_T.astype(sum_dtype(context_TKE, table_VE))
     labels_T = jnp.where(real_T, labels_T, 0)
     log_prior_TK = jnp.where(real_T[:, None], log_prior_TK, 0.0)
     context_TKE = jnp.where(real_T[:, None, None], context_TKE, 0.0)
@@ -150,6 +151,7 @@ def sample(
 ) -> jax.Array:
     """One word a token, drawn exactly: a component, then Gumbel-max over it; [T]."""
     chosen = _unsplit(Options(**options), "sample")
+    _implementation(chosen)
     bias_V = _checked(context_TKE, table_VE, bias_V, chosen)
     _check_tokens(context_TKE, log_prior_TK=log_prior_TK)
     return decode.sample(

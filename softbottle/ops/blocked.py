@@ -29,7 +29,8 @@ from softbottle.ops.options import Options, chunk_count, product_dtype, sum_dtyp
 
 def lse(context_TKE, table_VE, bias_V, activation: Activation, options: Options):
     """Log-normaliser of every token and component, [T, K], over the local rows."""
-    inputs = parts.varying_together(activation.theta, context_TKE, table_VE, bias_V)
+    theta = jax.tree.map(jnp.asarray, activation.theta)
+    inputs = parts.varying_together(theta, context_TKE, table_VE, bias_V)
     return _lse(activation.apply, options, *inputs)
 
 
@@ -44,8 +45,9 @@ def loss(
     options: Options,
 ):
     """Weighted sum of the tokens' negative log-likelihoods, gradient in forward."""
+    theta = jax.tree.map(jnp.asarray, activation.theta)
     theta, context_TKE, table_VE, bias_V = parts.varying_together(
-        activation.theta, context_TKE, table_VE, bias_V
+        theta, context_TKE, table_VE, bias_V
     )
     tokens = parts.varying_together(log_prior_TK, labels_T, weights_T)
     return _loss(
@@ -78,7 +80,8 @@ def _lse_backward(apply, options, saved, lse_bar_TK):
         z_CKV = parts.logits(context_CKE, cast_VE, bias_V, options)
         g_CKV, pull = jax.vjp(apply, theta, z_CKV)
         p_CKV = _probabilities(g_CKV, lse_CK, options)
-        theta_bar, z_bar_CKV = pull(lse_bar_CK[:, :, None] * p_CKV)
+        bar_CK1 = lse_bar_CK[:, :, None]
+        theta_bar, z_bar_CKV = pull(jnp.where(bar_CK1 != 0, bar_CK1 * p_CKV, 0.0))
         return _add_products(sums, theta_bar, z_bar_CKV, context_CKE, cast_VE)
 
     sums = _zero_sums(theta, context_TKE, table_VE, bias_V)
@@ -172,7 +175,9 @@ def _zero_sums(theta, context_TKE, table_VE, bias_V):
     """Zero accumulators, as float32 or better, for theta, table and bias."""
     dtype = sum_dtype(context_TKE, table_VE)
     zeros = jax.tree.map(
-        lambda leaf: jnp.zeros(leaf.shape, jnp.promote_types(leaf.dtype, dtype)),
+        lambda leaf: jnp.zeros(
+            jnp.shape(leaf), jnp.promote_types(jnp.result_type(leaf), dtype)
+        ),
         (theta, table_VE, bias_V),
     )
     axes = jax.typeof(context_TKE).manual_axis_type.varying
@@ -202,7 +207,7 @@ def _add_products(sums, theta_bar, z_bar_CKV, context_CKE, table_VE):
 def _like(inputs, sums, context_TKE, context_bar_TKE):
     """The gradients in their inputs' dtypes: theta, context, table, bias."""
     theta_bar, table_bar_VE, bias_bar_V = jax.tree.map(
-        lambda array, total: total.astype(array.dtype), inputs, sums
+        lambda array, total: total.astype(jnp.result_type(array)), inputs, sums
     )
     return (
         theta_bar,

@@ -1,0 +1,101 @@
+"""Perplexity of a trained model: static, dynamic, or with a neural cache.
+
+    python launch/evaluate.py --workdir runs/ptb-mos --split test
+    python launch/evaluate.py --workdir runs/ptb-mos --split test --dynamic --cache
+
+Prints a table, and one JSON line with the same numbers.
+"""
+
+import dataclasses
+import json
+import time
+
+from absl import app, flags, logging
+
+from softbottle import dynamic, evaluate, state
+from softbottle.data import corpus
+
+WORKDIR = flags.DEFINE_string("workdir", None, "The run.", required=True)
+SPLIT = flags.DEFINE_enum("split", "test", ["train", "valid", "test"], "Which text.")
+PATH = flags.DEFINE_string("path", None, "Where the corpus is, if not as in training.")
+ROWS = flags.DEFINE_integer("rows", 0, "Rows read side by side; 0: the config's.")
+DTYPE = flags.DEFINE_enum(
+    "compute_dtype", "float32", ["float32", "bfloat16"], "Of the model's products."
+)
+DYNAMIC = flags.DEFINE_bool(
+    "dynamic", False, "Also score while learning from the text."
+)
+LEARNING_RATE = flags.DEFINE_float("learning_rate", 5e-5, "Dynamic: step size.")
+DECAY = flags.DEFINE_float("decay", 0.002, "Dynamic: pull to the trained weights.")
+EPSILON = flags.DEFINE_float("epsilon", 2e-5, "Dynamic: added to the statistics.")
+SEGMENT = flags.DEFINE_integer("segment", 5, "Dynamic: words between updates.")
+SUMS = flags.DEFINE_bool(
+    "sums", False, "Dynamic: the three numbers are in the MoS code's older convention."
+)
+CACHE = flags.DEFINE_bool("cache", False, "Also score with the neural cache.")
+WINDOW = flags.DEFINE_integer("window", 500, "Cache: states it holds.", lower_bound=1)
+THETA = flags.DEFINE_float("theta", 1.0, "Cache: sharpness.")
+SHARE = flags.DEFINE_float("share", 0.1, "Cache: its share of the mixture (lambda).")
+
+
+def main(arguments: list[str]) -> None:
+    """Evaluate what the flags say."""
+    if len(arguments) > 1:
+        raise app.UsageError(f"not understood: {arguments[1:]}")
+    logging.set_verbosity(logging.WARNING)
+    run = state.load_run(WORKDIR.value, DTYPE.value)
+    data = dataclasses.replace(run.config.data, path=PATH.value or run.config.data.path)
+    text = corpus.load(data)
+    if text.vocab.digest != run.vocab.digest:
+        raise ValueError(
+            f"the corpus in {data.path!r} has {len(text.vocab):,} words that are not "
+            f"the {len(run.vocab):,} the model knows."
+        )
+    ids = getattr(text, SPLIT.value)
+    results = {}
+    for name, score in _ways(run, text, ids).items():
+        start = time.perf_counter()
+        result = score()
+        results[name] = {
+            "perplexity": result.perplexity,
+            "loss": result.loss,
+            "tokens": result.count,
+            "seconds": round(time.perf_counter() - start, 2),
+        }
+    print(f"{'way':10} {'perplexity':>10} {'nats':>8} {'tokens':>10} {'seconds':>8}")
+    for name, row in results.items():
+        print(
+            f"{name:10} {row['perplexity']:10.3f} {row['loss']:8.4f} "
+            f"{row['tokens']:10,} {row['seconds']:8.1f}"
+        )
+    print(json.dumps({"split": SPLIT.value, "step": run.step, **results}))
+
+
+def _ways(run, text, ids):
+    data = run.config.data
+    rows = ROWS.value or (data.test_rows if SPLIT.value == "test" else data.eval_rows)
+    static = evaluate.make_evaluator(run.model)
+    ways = {"static": lambda: static(run.params, ids, rows, data.eval_length)}
+    if DYNAMIC.value:
+        settings = _dynamic_settings(run, text)
+        ways["dynamic"] = lambda: dynamic.evaluate(
+            run.model, run.params, text.train, ids, settings
+        )
+    if CACHE.value:
+        pointer = evaluate.Pointer(WINDOW.value, THETA.value, SHARE.value)
+        ways["cache"] = lambda: evaluate.evaluate_with_cache(
+            run.model, run.params, ids, data.eval_length, pointer
+        )
+    return ways
+
+
+def _dynamic_settings(run, text):
+    numbers = (LEARNING_RATE.value, DECAY.value, EPSILON.value)
+    settings = dynamic.Settings(*numbers)
+    if SUMS.value:
+        settings = dynamic.from_sums(*numbers, text.train, run.params)
+    return settings._replace(length=SEGMENT.value)
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,58 @@
+"""Text from a trained model.
+
+    python launch/generate.py --workdir runs/ptb-mos --prompt "the company said"
+    echo "in new york" | python launch/generate.py --workdir runs/ptb-mos --prompt -
+
+A prompt of "-" reads standard input, a prompt a line.
+"""
+
+import sys
+
+import numpy as np
+from absl import app, flags, logging
+
+from softbottle import generate, state
+
+WORKDIR = flags.DEFINE_string("workdir", None, "The run.", required=True)
+PROMPT = flags.DEFINE_string("prompt", "", 'Text to continue; "-" for standard input.')
+TOKENS = flags.DEFINE_integer("tokens", 100, "Words to make.", lower_bound=1)
+TEMPERATURE = flags.DEFINE_float("temperature", 1.0, "Below 1 sharpens.")
+TOP_K = flags.DEFINE_integer("top-k", 0, "Keep so many words; 0: all.")
+TOP_P = flags.DEFINE_float("top-p", 1.0, "Keep the words that hold this mass.")
+SEED = flags.DEFINE_integer("seed", 0, "The same seed gives the same text.")
+
+
+def main(arguments: list[str]) -> None:
+    """Continue the prompts."""
+    if len(arguments) > 1:
+        raise app.UsageError(f"not understood: {arguments[1:]}")
+    logging.set_verbosity(logging.WARNING)
+    run = state.load_run(WORKDIR.value)
+    prompts = sys.stdin if PROMPT.value == "-" else [PROMPT.value]
+    for prompt in prompts:
+        _continue(run, prompt.strip())
+
+
+def _continue(run, prompt):
+    words = run.vocab.split(prompt) if prompt else []
+    unknown = [word for word in words if word not in run.vocab.lookup]
+    if unknown:
+        print(f"unknown words: {' '.join(unknown)}", file=sys.stderr)
+    ids = run.vocab.encode(prompt) if prompt else np.zeros(0, np.int32)
+    print(prompt, end="", flush=True)
+    for word in generate.generate(
+        run,
+        ids,
+        TOKENS.value,
+        temperature=TEMPERATURE.value,
+        top_k=TOP_K.value,
+        top_p=TOP_P.value,
+        seed=SEED.value,
+    ):
+        text = "\n" if word == run.vocab.eos else f" {run.vocab.words[word]}"
+        print(text, end="", flush=True)
+    print()
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,1 @@
+"""Timings: what a step costs and where the time goes."""

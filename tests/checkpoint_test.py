@@ -1,0 +1,255 @@
+import errno
+import pathlib
+import shutil
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from softbottle import checkpoint
+from softbottle.checkpoint import CheckpointError, Checkpoints
+
+EARLY, LATE = 3, 7
+
+
+def make_tree(seed):
+    random = np.random.default_rng(seed)
+    return {
+        "table": jnp.asarray(random.standard_normal((13, 5)), jnp.float32),
+        "half": jnp.asarray(random.standard_normal(7), jnp.bfloat16),
+        "none": jnp.zeros((4, 0, 3)),
+        "nested": [jnp.asarray(seed, jnp.int32), jnp.asarray(True)],
+    }
+
+
+def host_of(step):
+    return {"position": {"epoch": step}, "best": float("inf"), "losses": [0.1, step]}
+
+
+@pytest.fixture(scope="module")
+def two_steps(tmp_path_factory):
+    """A folder with two good steps; copied before it is damaged."""
+    folder = tmp_path_factory.mktemp("steps") / "checkpoints"
+    checkpoints = Checkpoints(folder, keep=2)
+    for step in (EARLY, LATE):
+        checkpoints.save(step, make_tree(step), host_of(step))
+    checkpoints.close()
+    return folder
+
+
+@pytest.fixture
+def folder(two_steps, tmp_path):
+    return pathlib.Path(shutil.copytree(two_steps, tmp_path / "checkpoints"))
+
+
+def restore(folder, like=None):
+    checkpoints = Checkpoints(folder, keep=2)
+    try:
+        return checkpoints.latest(), *checkpoints.restore(like or make_tree(0))
+    finally:
+        checkpoints.close()
+
+
+def assert_restores(folder, step):
+    found, tree, host = restore(folder)
+    assert found == step
+    assert host == host_of(step)
+    chex.assert_trees_all_equal_shapes_and_dtypes(tree, make_tree(step))
+    chex.assert_trees_all_equal(tree, make_tree(step))
+
+
+def files_of(step_folder):
+    return sorted(path for path in step_folder.rglob("*") if path.is_file())
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def flip(path):
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 16
+    path.write_bytes(bytes(raw))
+
+
+DAMAGE = {"truncated": truncate, "missing": pathlib.Path.unlink, "flipped": flip}
+
+
+def test_what_was_saved_is_restored_bit_for_bit(two_steps):
+    assert_restores(two_steps, LATE)
+
+
+def test_shapes_alone_say_what_to_restore(two_steps):
+    like = jax.eval_shape(lambda: make_tree(0))
+    _, tree, _ = restore(two_steps, like)
+    chex.assert_trees_all_equal(tree, make_tree(LATE))
+
+
+def test_only_the_newest_steps_are_kept(folder):
+    checkpoints = Checkpoints(folder, keep=2)
+    checkpoints.save(11, make_tree(11), host_of(11))
+    checkpoints.close()
+    assert sorted(path.name for path in folder.iterdir()) == ["11", "7"]
+    assert_restores(folder, 11)
+
+
+def test_keep_none_keeps_all(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=None)
+    for step in (1, 2, 4):
+        checkpoints.save(step, make_tree(step), {})
+    checkpoints.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2", "4"]
+
+
+def test_arrays_may_be_overwritten_as_soon_as_save_returns(tmp_path):
+    overwrite = jax.jit(lambda array: array * 0 - 1, donate_argnums=0)
+    array = jnp.arange(2.0**21)
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints.save(1, {"array": array}, {})
+    for _ in range(4):
+        array = overwrite(array)
+    jax.block_until_ready(array)
+    checkpoints.wait()
+    tree, _ = checkpoints.restore({"array": jnp.zeros(2**21)})
+    checkpoints.close()
+    np.testing.assert_array_equal(tree["array"], np.arange(2.0**21, dtype="f4"))
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damage_to_any_file_of_a_step_is_noticed(folder, damage):
+    step_folder = folder / str(LATE)
+    assert checkpoint.is_good(step_folder)
+    paths = [path for path in files_of(step_folder) if path.stat().st_size]
+    assert len(paths) > 5
+    for path in paths:
+        whole = path.read_bytes()
+        DAMAGE[damage](path)
+        assert not checkpoint.is_good(step_folder), path
+        path.write_bytes(whole)
+    assert checkpoint.is_good(step_folder)
+
+
+def test_a_file_that_does_not_belong_to_a_step_is_noticed(folder):
+    (folder / str(LATE) / "tree" / "more").write_text("?")
+    assert not checkpoint.is_good(folder / str(LATE))
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("kind", ["data", "host", "metadata", "manifest"])
+def test_a_damaged_newest_step_is_put_aside_and_the_one_before_restored(
+    folder, kind, damage
+):
+    step_folder = folder / str(LATE)
+    if kind == "data":
+        victim = max(files_of(step_folder / "tree"), key=lambda f: f.stat().st_size)
+    elif kind == "host":
+        victim = max(files_of(step_folder / "host"), key=lambda f: f.stat().st_size)
+    elif kind == "metadata":
+        victim = step_folder / "tree" / "_METADATA"
+    else:
+        victim = step_folder / checkpoint.MANIFEST
+    DAMAGE[damage](victim)
+    with pytest.warns(UserWarning, match=f"{LATE} IS INCOMPLETE OR DAMAGED.*broken-7"):
+        assert_restores(folder, EARLY)
+    assert not step_folder.exists()
+    assert (folder / f"broken-{LATE}").is_dir()
+    # It is said once, and the step can be written again.
+    checkpoints = Checkpoints(folder, keep=2)
+    checkpoints.save(LATE, make_tree(LATE), host_of(LATE))
+    checkpoints.close()
+    assert_restores(folder, LATE)
+
+
+def test_a_step_broken_twice_is_put_aside_twice(folder):
+    for expected in ("broken-7", "broken-7-2"):
+        flip(folder / str(LATE) / "tree" / "_METADATA")
+        with pytest.warns(UserWarning, match=expected):
+            checkpoints = Checkpoints(folder, keep=2)
+        checkpoints.save(LATE, make_tree(LATE), host_of(LATE))
+        checkpoints.close()
+        assert (folder / expected).is_dir()
+    assert_restores(folder, LATE)
+
+
+def test_what_a_killed_save_left_behind_is_ignored(folder):
+    (folder / "9.orbax-checkpoint-tmp" / "tree").mkdir(parents=True)
+    assert_restores(folder, LATE)
+
+
+def test_an_unsealed_first_step_means_a_fresh_start(folder):
+    shutil.rmtree(folder / str(LATE))
+    (folder / str(EARLY) / checkpoint.MANIFEST).unlink()
+    with pytest.warns(UserWarning, match="INCOMPLETE"):
+        checkpoints = Checkpoints(folder, keep=2)
+    assert checkpoints.latest() is None
+    with pytest.raises(CheckpointError, match="there is no checkpoint in"):
+        checkpoints.restore(make_tree(0))
+    checkpoints.close()
+
+
+@pytest.mark.parametrize("unsealed", [False, True])
+def test_if_nothing_good_is_left_it_is_an_error_and_nothing_is_moved(folder, unsealed):
+    flip(folder / str(EARLY) / "tree" / "_METADATA")
+    if unsealed:
+        (folder / str(LATE) / checkpoint.MANIFEST).unlink()
+    else:
+        truncate(folder / str(LATE) / "tree" / "_METADATA")
+    with pytest.raises(CheckpointError, match=r"every checkpoint in .*steps \[3, 7\]"):
+        Checkpoints(folder, keep=2)
+    assert sorted(path.name for path in folder.iterdir()) == ["3", "7"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"table": jnp.zeros((13, 6))},
+        {"more": jnp.zeros(3)},
+        {"nested": [jnp.zeros((), jnp.int32)]},
+    ],
+)
+def test_a_tree_of_other_shapes_is_an_error_that_names_the_step(folder, change):
+    with pytest.raises(CheckpointError, match=f"step {LATE} in .* does not fit"):
+        restore(folder, make_tree(0) | change)
+
+
+def full_disk(*_, **__):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_full_disk_is_an_error_that_names_the_folder(folder, monkeypatch):
+    checkpoints = Checkpoints(folder, keep=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(ocp.CheckpointManager, "save", full_disk)
+        with pytest.raises(CheckpointError, match=f"{folder}.*No space left"):
+            checkpoints.save(11, make_tree(11), host_of(11))
+    checkpoints.close()
+    assert_restores(folder, LATE)
+
+
+@pytest.mark.parametrize("when", ["wait", "save", "close"])
+def test_a_disk_that_fills_in_the_background_is_noticed_next(
+    folder, monkeypatch, when
+):
+    checkpoints = Checkpoints(folder, keep=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(ocp.CheckpointManager, "wait_until_finished", full_disk)
+        checkpoints.save(11, make_tree(11), host_of(11))
+        arguments = (13, make_tree(13), {}) if when == "save" else ()
+        with pytest.raises(CheckpointError, match=f"{folder}.*No space left"):
+            getattr(checkpoints, when)(*arguments)
+    checkpoints.close()
+    # Never sealed, so it does not count.
+    with pytest.warns(UserWarning, match="11 IS INCOMPLETE"):
+        assert_restores(folder, LATE)
+
+
+@pytest.mark.parametrize("step", [EARLY, EARLY + 1, LATE])
+def test_a_step_that_is_not_newer_is_an_error_and_not_a_silent_nothing(folder, step):
+    checkpoints = Checkpoints(folder, keep=2)
+    with pytest.raises((CheckpointError, ValueError), match="later than|newer|already"):
+        checkpoints.save(step, make_tree(99), {})
+        checkpoints.wait()
+    checkpoints.close()

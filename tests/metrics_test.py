@@ -1,0 +1,174 @@
+import importlib.util
+import json
+import math
+
+import pytest
+
+from softbottle import metrics
+
+START = {"config": {"seed": 3}}
+
+
+def write(workdir, *steps, resume_from=0):
+    writer = metrics.Writer(workdir, resume_from, START)
+    for step in steps:
+        writer.write(step, loss=0.5 * step, epoch=1)
+    writer.close()
+
+
+def steps_of(workdir):
+    return [line["step"] for line in metrics.read(workdir)]
+
+
+def measured(total=6.0, count=3.0, grad_norm=0.1):
+    return {
+        "total": total,
+        "count": count,
+        "penalty": 0.0,
+        "grad_norm": grad_norm,
+        "learning_rate": 0.01,
+    }
+
+
+@pytest.fixture
+def make_report(tmp_path):
+    reports = []
+
+    def make(every=1, seconds=0.0):
+        writer = metrics.Writer(tmp_path, 0, START)
+        progress = metrics.Progress(10, 0, "test")
+        reports.append(metrics.Report(writer, progress, every, seconds))
+        return reports[-1]
+
+    yield make
+    for report in reports:
+        report.close()
+
+
+def position(batches):
+    return {"epoch": 2, "offset": 5 * batches, "batches": batches}
+
+
+def test_every_line_is_an_object_with_its_step_and_the_first_is_the_start(tmp_path):
+    write(tmp_path, 1, 2)
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert text.endswith("\n")
+    lines = [json.loads(line) for line in text.splitlines()]
+    assert lines == [
+        {"step": 0, "start": START},
+        {"step": 1, "loss": 0.5, "epoch": 1},
+        {"step": 2, "loss": 1.0, "epoch": 1},
+    ]
+    assert metrics.read(str(tmp_path)) == lines
+
+
+def test_a_resumed_run_drops_what_lies_beyond_its_step(tmp_path):
+    write(tmp_path, 1, 2, 3, 4)
+    write(tmp_path, 3, resume_from=2)
+    assert steps_of(tmp_path) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("half", ['{"step": 3, "lo', "{", '{"step": 3, "loss": 0.5'])
+def test_half_a_line_at_the_end_is_dropped(tmp_path, half):
+    write(tmp_path, 1, 2)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(half)
+    assert steps_of(tmp_path) == [0, 1, 2]
+    write(tmp_path, 3, resume_from=2)
+    assert steps_of(tmp_path) == [0, 1, 2, 3]
+
+
+def test_half_a_first_line_means_a_new_start(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "sta')
+    write(tmp_path, 1)
+    assert steps_of(tmp_path) == [0, 1]
+
+
+def test_a_folder_without_metrics_has_no_lines(tmp_path):
+    assert metrics.read(tmp_path) == []
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("tensorboard") is None, reason="needs tensorboard"
+)
+def test_event_files_hold_the_numbers(tmp_path):
+    from tensorboard.backend.event_processing import event_accumulator
+
+    write(tmp_path, 1, 2)
+    events = event_accumulator.EventAccumulator(str(tmp_path / "events"))
+    events.Reload()
+    found = [(event.step, event.value) for event in events.Scalars("loss")]
+    assert found == [(1, 0.5), (2, 1.0)]
+
+
+class Late:
+    """A number on a device: reading it waits for the step that makes it."""
+
+    def __init__(self, value, reads):
+        self.value, self.reads = value, reads
+
+    def __float__(self):
+        self.reads.append(self.value)
+        return float(self.value)
+
+
+def test_metrics_are_read_one_step_late(make_report):
+    report, reads = make_report(), []
+    for step in (1, 2, 3):
+        report.add(step, position(step), measured() | {"penalty": Late(step, reads)})
+        assert reads == list(range(1, step))
+    report.settle()
+    assert reads == [1, 2, 3]
+    report.settle()
+    assert reads == [1, 2, 3]
+
+
+def test_a_line_is_the_mean_over_the_tokens_since_the_last_one(make_report, tmp_path):
+    report = make_report(every=2)
+    for step, (total, count) in enumerate([(6, 3), (1, 1), (8, 2)], start=1):
+        report.add(step, position(step), measured(total, count))
+    report.finish()
+    losses = [
+        (line["step"], line["loss"])
+        for line in metrics.read(tmp_path)
+        if "loss" in line
+    ]
+    assert losses == [(2, 7 / 4), (3, 4.0)]
+    line = metrics.read(tmp_path)[1]
+    assert line["perplexity"] == pytest.approx(math.exp(7 / 4))
+    assert {"grad_norm", "learning_rate", "tokens_per_second", "step_ms"} <= set(line)
+
+
+@pytest.mark.parametrize(
+    "bad", [{"total": math.nan}, {"total": math.inf}, {"grad_norm": math.nan}]
+)
+def test_what_is_not_finite_is_an_error_with_its_step_and_batch(make_report, bad):
+    report = make_report()
+    report.add(4, position(4), measured())
+    report.add(5, position(5), measured(**bad))
+    with pytest.raises(
+        metrics.NonFiniteLossError, match=r"step 5: .*nan|inf.*'offset': 25"
+    ) as caught:
+        report.settle()
+    assert "'offset': 25, 'batches': 5" in str(caught.value)
+
+
+def test_seconds_go_on_from_earlier_stretches(make_report):
+    assert make_report(seconds=100.0).seconds >= 100
+
+
+def test_perplexity_overflows_to_infinity():
+    assert metrics.perplexity(math.log(7)) == pytest.approx(7)
+    assert metrics.perplexity(1e4) == math.inf
+
+
+def test_a_line_is_json_that_any_reader_takes_even_at_an_infinite_perplexity(
+    make_report, tmp_path
+):
+    make_report().evaluated(5, 1, 1e4, False)
+
+    def refuse(name):
+        raise AssertionError(f"{name} is no JSON")
+
+    for line in (tmp_path / "metrics.jsonl").read_text().splitlines():
+        json.loads(line, parse_constant=refuse)

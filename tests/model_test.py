@@ -1,0 +1,351 @@
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from softbottle import config as configs
+from softbottle import model as models
+from softbottle.data.batches import Batch
+
+VOCAB, WIDTH, LAST, ROWS, LENGTH = 11, 5, 7, 3, 6
+CLOSE = {"rtol": 2e-5, "atol": 1e-6}
+
+
+@pytest.fixture(autouse=True)
+def quick_compilation():
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def make_config(head="mos", backbone="window", **regularise):
+    config = configs.Config()
+    config.head.name, config.head.components = head, 2
+    config.head.knots, config.head.rank = 13, WIDTH
+    if head in models.SINGLE:
+        config.head.components = 1
+    model = config.model
+    model.backbone, model.layers, model.order = backbone, 2, 3
+    model.embed_dim, model.hidden_dim, model.attention_heads = WIDTH, 8, 2
+    model.last_dim = WIDTH if head in ("softmax", "sigsoftmax") else LAST
+    model.table_range = 1.0
+    for name, value in regularise.items():
+        setattr(config.regularise, name, value)
+    return config
+
+
+def make(config, vocab=VOCAB):
+    model = models.make(configs.validate(config), vocab)
+    return model, model.init(jax.random.key(0))
+
+
+def make_batch(rows=ROWS, length=LENGTH, seed=0):
+    ids_BS = np.random.default_rng(seed).integers(0, VOCAB, (rows, length + 1))
+    ones_BS = np.ones((rows, length))
+    return Batch(
+        ids_BS[:, :-1].astype(np.int32),
+        ids_BS[:, 1:].astype(np.int32),
+        ones_BS.astype(np.float32),
+        ones_BS.astype(np.int32),
+    )
+
+
+def padded(batch, columns):
+    """The batch with columns of no weight, no segment and senseless words."""
+    junk = {"ids_BS": 3, "labels_BS": 10**6, "weights_BS": 0, "segments_BS": 0}
+    return Batch(
+        **{
+            name: np.pad(
+                getattr(batch, name), ((0, 0), (0, columns)), constant_values=value
+            )
+            for name, value in junk.items()
+        }
+    )
+
+
+def loss_of(model, params, batch, seed=1):
+    carry = model.initial_carry(len(batch.ids_BS))
+    return jax.jit(model.loss)(params, batch, carry, jax.random.key(seed))
+
+
+@pytest.mark.parametrize("backbone", ["window", "awd_lstm"])
+def test_the_penalty_is_ar_on_the_states_plus_tar_on_their_steps(backbone):
+    config = make_config("mos", backbone, activation=2.0, slowness=3.0)
+    model, params = make(config)
+    batch = make_batch()
+    hidden_BSD, _ = model.hidden(params, batch, model.initial_carry(ROWS))
+    hidden_BSD = np.asarray(hidden_BSD, np.float64)
+    ar = 0.0
+    for value in hidden_BSD.ravel():
+        ar += value**2 / hidden_BSD.size
+    steps_BSD = np.diff(hidden_BSD, axis=1)
+    tar = (steps_BSD**2).sum() / (ROWS * (LENGTH - 1) * LAST)
+    loss, _ = loss_of(model, params, batch)
+    np.testing.assert_allclose(loss.penalty, 2 * ar + 3 * tar, **CLOSE)
+
+
+def test_tar_reads_the_raw_states_and_ar_the_dropped_ones():
+    batch = make_batch()
+    penalties = {}
+    for name in ("activation", "slowness"):
+        for rate in (0.0, 0.5):
+            model, params = make(make_config(**{name: 1.0, "output": rate}))
+            loss, _ = loss_of(model, params, batch)
+            penalties[name, rate] = float(loss.penalty)
+    assert penalties["slowness", 0.5] == pytest.approx(penalties["slowness", 0.0])
+    assert penalties["activation", 0.5] != pytest.approx(penalties["activation", 0.0])
+
+
+@pytest.mark.parametrize("backbone", ["window", "awd_lstm"])
+def test_padding_changes_neither_loss_nor_penalty_nor_carry_nor_gradient(backbone):
+    config = make_config("mos", backbone, activation=2.0, slowness=3.0)
+    model, params = make(config)
+
+    @jax.jit
+    def measure(batch):
+        def objective(params):
+            carry = model.initial_carry(ROWS)
+            loss, carry = model.loss(params, batch, carry, jax.random.key(1))
+            return loss.total / loss.count + loss.penalty, (loss, carry)
+
+        return jax.grad(objective, has_aux=True)(params)
+
+    bare, wide = measure(make_batch()), measure(padded(make_batch(), 5))
+    chex.assert_trees_all_close(bare, wide, **CLOSE)
+    nll_BS, _ = model.nll(params, padded(make_batch(), 5), model.initial_carry(ROWS))
+    np.testing.assert_array_equal(nll_BS[:, LENGTH:], 0.0)
+    np.testing.assert_allclose(nll_BS.sum(), bare[1][0].total, rtol=1e-5)
+
+
+def test_rows_of_uneven_lengths_are_averaged_over_their_real_positions():
+    model, params = make(make_config(activation=2.0, slowness=3.0))
+    batch = make_batch()
+    live_BS = np.arange(LENGTH)[None] < np.array([6, 2, 1])[:, None]
+    batch = batch._replace(
+        weights_BS=live_BS.astype(np.float32), segments_BS=live_BS.astype(np.int32)
+    )
+    hidden_BSD, _ = model.hidden(params, batch, model.initial_carry(ROWS))
+    squares, steps = [], []
+    for row, count in enumerate([6, 2, 1]):
+        real_SD = np.asarray(hidden_BSD[row, :count], np.float64)
+        squares += list((real_SD**2).mean(axis=1))
+        steps += list((np.diff(real_SD, axis=0) ** 2).mean(axis=1))
+    loss, _ = loss_of(model, params, batch)
+    assert float(loss.count) == 9
+    expected = 2 * np.mean(squares) + 3 * np.mean(steps)
+    np.testing.assert_allclose(loss.penalty, expected, **CLOSE)
+
+
+def test_row_dropout_leaves_the_tied_output_table_alone():
+    # So high a rate drops every word of the input.
+    model, params = make(make_config(rows=0.9999))
+    batch = make_batch()
+    blank = params | {"table_VE": jnp.zeros_like(params["table_VE"])}
+    hidden_BSD, _ = model.hidden(blank, batch, model.initial_carry(ROWS))
+    nll_T = model.head.nll(
+        *model.output(params),
+        hidden_BSD.reshape(-1, LAST),
+        batch.labels_BS.reshape(-1),
+    )
+    loss, _ = loss_of(model, params, batch)
+    np.testing.assert_allclose(loss.total, nll_T.sum(), rtol=1e-5)
+
+
+def test_a_dropped_word_is_dropped_wherever_it_stands_and_a_kept_one_is_scaled():
+    model, params = make(make_config(rows=0.75, activation=1.0))
+    batch = make_batch()
+    batch = batch._replace(ids_BS=np.full_like(batch.ids_BS, 4))
+    expected = set()
+    for scale in (0.0, 4.0):
+        scaled = params | {"table_VE": scale * params["table_VE"]}
+        hidden_BSD, _ = model.hidden(scaled, batch, model.initial_carry(ROWS))
+        expected.add(round(float(jnp.mean(hidden_BSD**2)), 4))
+    loss = jax.jit(model.loss)
+    carry = model.initial_carry(ROWS)
+    found = {
+        round(float(loss(params, batch, carry, jax.random.key(seed))[0].penalty), 4)
+        for seed in range(20)
+    }
+    assert found == expected
+
+
+def test_the_latent_mask_is_locked_over_time_and_drawn_for_each_unit(monkeypatch):
+    seen = []
+    make_head = models.make_head
+
+    def watched(config):
+        head = make_head(config)
+
+        def loss(*arguments, latent_mask, **options):
+            seen.append(np.asarray(latent_mask))
+            return head.loss(*arguments, latent_mask=latent_mask, **options)
+
+        return head._replace(loss=loss)
+
+    monkeypatch.setattr(models, "make_head", watched)
+    rows, rate = 31, 0.4
+    model, params = make(make_config(latent=rate))
+    batch = make_batch(rows, 3)
+    for seed in (1, 2):
+        model.loss(params, batch, model.initial_carry(rows), jax.random.key(seed))
+    masks_BSKE = [mask.reshape(rows, 3, 2, WIDTH) for mask in seen]
+    for mask_BSKE in masks_BSKE:
+        np.testing.assert_array_equal(mask_BSKE, mask_BSKE[:, :1] + 0 * mask_BSKE)
+        np.testing.assert_allclose(np.unique(mask_BSKE), [0, 1 / (1 - rate)], rtol=1e-6)
+    kept_BKE = masks_BSKE[0][:, 0] > 0
+    again_BKE = masks_BSKE[1][:, 0] > 0
+    # Independent draws agree as often as chance has it: rate^2 + (1 - rate)^2.
+    chance = rate**2 + (1 - rate) ** 2
+    for one, other in (
+        (kept_BKE[1:], kept_BKE[:-1]),
+        (kept_BKE[:, 0], kept_BKE[:, 1]),
+        (kept_BKE[:, :, 1:], kept_BKE[:, :, :-1]),
+        (kept_BKE, again_BKE),
+    ):
+        deviation = np.sqrt(chance * (1 - chance) / one.size)
+        assert abs((one == other).mean() - chance) < 4 * deviation
+
+
+def test_the_latent_mask_of_a_single_head_masks_its_state():
+    model, params = make(make_config("softmax", latent=0.5))
+    plain, _ = make(make_config("softmax"))
+    loss, _ = loss_of(model, params, make_batch())
+    undropped, _ = loss_of(plain, params, make_batch())
+    assert np.isfinite(loss.total) and loss.total != undropped.total
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_rows_that_are_no_words_change_neither_loss_nor_counts(tied):
+    config, wide_config = make_config(), make_config()
+    config.model.tied = wide_config.model.tied = tied
+    wide_config.model.vocab_multiple = 8
+    (model, params), (wide_model, wide) = make(config), make(wide_config)
+    for name in ("table_VE", "output_VE", "bias_V"):
+        if name in params:
+            assert len(wide[name]) == 16
+            # Whatever stands in the rows beyond the vocabulary.
+            wide[name] = wide[name].at[:].set(7.0).at[:VOCAB].set(params[name])
+    wide |= {name: params[name] for name in ("backbone", "head")}
+    batch = make_batch()
+    (loss, _), (wide_loss, _) = (
+        loss_of(model, params, batch),
+        loss_of(wide_model, wide, batch),
+    )
+    chex.assert_trees_all_close(loss, wide_loss, **CLOSE)
+    counts = {
+        models.count_parameters(params, VOCAB),
+        models.count_parameters(wide, VOCAB),
+        sum(leaf.size for leaf in jax.tree.leaves(params)),
+    }
+    assert len(counts) == 1
+
+
+FINITE = [
+    *((head, "window") for head in configs.HEADS),
+    *(("softmax", "awd_lstm"), ("mos", "awd_lstm"), ("plif", "awd_lstm")),
+    *(("softmax", "transformer"), ("moss", "transformer")),
+]
+
+
+@pytest.mark.parametrize("head, backbone", FINITE)
+def test_a_model_has_a_finite_gradient_in_every_parameter(head, backbone):
+    model, params = make(make_config(head, backbone, output=0.2, latent=0.2))
+    batch, carry = make_batch(2, 3), model.initial_carry(2)
+
+    @jax.jit
+    def gradient(params):
+        loss = lambda params: model.loss(params, batch, carry, jax.random.key(1))
+        return jax.grad(lambda params: loss(params)[0].total)(params)
+
+    grads = gradient(params)
+    chex.assert_trees_all_equal_shapes_and_dtypes(grads, params)
+    chex.assert_tree_all_finite(grads)
+    assert all(jnp.any(leaf != 0) for leaf in jax.tree.leaves(grads["head"]))
+    assert jnp.any(grads["table_VE"] != 0) and jnp.any(grads["bias_V"] != 0)
+
+
+@pytest.mark.parametrize("backbone", configs.BACKBONES)
+@pytest.mark.parametrize("head", configs.HEADS)
+def test_any_head_fits_any_backbone(head, backbone):
+    if head in ("gss", "plif"):
+        config = make_config(head, backbone)
+        config.head.components = 1
+        config.model.last_dim = WIDTH
+    else:
+        config = make_config(head, backbone)
+    model = models.make(configs.validate(config), VOCAB)
+    params = jax.eval_shape(model.init, jax.random.key(0))
+    batch = jax.tree.map(jnp.asarray, make_batch(2, 3))
+    carry = model.initial_carry(2)
+    objective = lambda params: (
+        model.loss(params, batch, carry, jax.random.key(0))[0].total
+    )
+    grads = jax.eval_shape(jax.grad(objective), params)
+    chex.assert_trees_all_equal_shapes_and_dtypes(grads, params)
+
+
+def test_bfloat16_products_keep_float32_parameters_and_gradients():
+    config = make_config()
+    config.model.compute_dtype = "bfloat16"
+    rough, params = make(config)
+    exact, _ = make(make_config())
+    batch, carry = make_batch(), exact.initial_carry(ROWS)
+
+    def total(model):
+        return lambda params: (
+            model.loss(params, batch, carry, jax.random.key(0))[0].total
+        )
+
+    loss, grads = jax.value_and_grad(total(rough))(params)
+    chex.assert_trees_all_equal_dtypes(grads, params)
+    np.testing.assert_allclose(loss, total(exact)(params), rtol=2e-2)
+
+
+PTB_MOS, WT2_MOS, AWD = (280, 960, 620, 3), (300, 1150, 650, 3), (400, 1150, 400, 3)
+COUNTS = [
+    ("mos", 15, 10_000, PTB_MOS, 21_500_620),
+    ("mos", 1, 10_000, PTB_MOS, 19_057_620),
+    ("mos", 3, 10_000, PTB_MOS, 19_406_620),
+    ("mos", 5, 10_000, PTB_MOS, 19_755_620),
+    ("mos", 10, 10_000, PTB_MOS, 20_628_120),
+    ("mos", 20, 10_000, PTB_MOS, 22_373_120),
+    ("mos", 15, 33_278, WT2_MOS, 34_909_528),
+    ("softmax", 1, 10_000, AWD, 24_221_600),
+    ("softmax", 1, 33_278, AWD, 33_556_078),
+    ("softmax", 1, 100_000, (1024, 1024, 1024, 2), 119_293_600),
+    ("mos", 7, 100_000, (900, 1024, 1024, 2), 112_850_364),
+]
+
+
+@pytest.mark.parametrize("multiple", [1, 64])
+@pytest.mark.parametrize("head, components, vocab, sizes, expected", COUNTS)
+def test_the_papers_models_have_exactly_their_parameters(
+    head, components, vocab, sizes, expected, multiple
+):
+    config = configs.Config()
+    config.head.name, config.head.components = head, components
+    model = config.model
+    model.backbone, model.tied, model.vocab_multiple = "awd_lstm", True, multiple
+    model.embed_dim, model.hidden_dim, model.last_dim, model.layers = sizes
+    functions = models.make(configs.validate(config), vocab)
+    params = jax.eval_shape(functions.init, jax.random.key(0))
+    assert models.count_parameters(params, vocab) == expected
+
+
+def test_the_equal_softmax_is_the_widest_that_has_no_more_parameters():
+    config = make_config("mos")
+    config.model.tied, config.model.context_dim = False, 3
+    config.train.equal_softmax = True
+
+    def size(config):
+        init = models.make(config, VOCAB).init
+        params = jax.eval_shape(init, jax.random.key(0))
+        return models.count_parameters(params, VOCAB)
+
+    rival = models.equal_softmax(config, VOCAB, size(config))
+    width = rival.model.context_dim
+    wider = models.with_head(config, "softmax", width + 1)
+    assert (rival.head.name, rival.head.components) == ("softmax", 1)
+    assert not rival.train.equal_softmax
+    assert size(rival) <= size(config) < size(wider)

@@ -1,0 +1,109 @@
+import pathlib
+
+import chex
+import jax
+import jax.numpy as jnp
+import pytest
+
+from softbottle import checkpoint, model, state
+from softbottle import config as configs
+from softbottle.data.vocab import Vocab
+
+VOCAB = Vocab(("<eos>", "b", "c", "d", "e"))
+
+
+def make_config():
+    config = configs.Config()
+    config.model.backbone, config.model.embed_dim = "window", 3
+    config.model.hidden_dim, config.model.last_dim = 5, 7
+    config.head.components = 2
+    return config
+
+
+def write(workdir, vocab=VOCAB, **model_fields):
+    config = make_config()
+    for name, value in model_fields.items():
+        setattr(config.model, name, value)
+    state.write_run(workdir, config, vocab)
+    return config
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A folder with a run's best parameters, and the parameters."""
+    workdir = tmp_path_factory.mktemp("run")
+    params = model.make(write(workdir), len(VOCAB)).init(jax.random.key(5))
+    best = checkpoint.Checkpoints(workdir / "best", keep=1)
+    best.save(12, params, {"step": 12, "valid_loss": 1.5})
+    best.close()
+    return workdir, params
+
+
+def everything_in(workdir):
+    return sorted(path.relative_to(workdir) for path in workdir.rglob("*"))
+
+
+@pytest.mark.parametrize("kind", [str, pathlib.Path])
+def test_a_run_is_loaded_with_its_config_words_and_best_parameters(trained, kind):
+    workdir, params = trained
+    run = state.load_run(kind(workdir))
+    assert configs.to_dict(run.config) == configs.to_dict(make_config())
+    assert run.vocab == VOCAB
+    assert run.step == 12
+    chex.assert_trees_all_equal(run.params, params)
+    assert run.model.options["vocab"] == len(VOCAB)
+
+
+def test_loading_a_run_leaves_a_save_that_is_under_way_alone(trained):
+    workdir, params = trained
+    under_way = workdir / "best" / "13.orbax-checkpoint-tmp"
+    unsealed = workdir / "best" / "14"
+    for folder in (under_way, unsealed):
+        (folder / "tree").mkdir(parents=True)
+    before = everything_in(workdir)
+    try:
+        assert state.load_run(workdir).step == 12
+        assert everything_in(workdir) == before
+    finally:
+        for path in (workdir / "best").iterdir():
+            if path.name != "12":
+                (path / "tree").rmdir()
+                path.rmdir()
+
+
+def test_a_folder_without_a_run_is_an_error_and_stays_empty(tmp_path):
+    with pytest.raises(ValueError, match="holds no run"):
+        state.load_run(tmp_path)
+    assert everything_in(tmp_path) == []
+
+
+def test_another_setting_is_an_error_that_names_the_field(tmp_path):
+    write(tmp_path)
+    with pytest.raises(ValueError, match="model.hidden_dim: 6 here, 5 there"):
+        write(tmp_path, hidden_dim=6)
+
+
+def test_how_long_a_run_is_and_where_its_text_lies_may_change(tmp_path):
+    write(tmp_path)
+    config = make_config()
+    config.train.steps, config.data.path, config.data.cache = 17, "there", "here"
+    state.write_run(tmp_path, config, VOCAB)
+    assert '"steps": 17' in (tmp_path / "config.json").read_text()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("<eos>", "b", "c", "d"), ("<eos>", "c", "b", "d", "e")],
+)
+def test_another_vocabulary_is_an_error_and_leaves_the_stored_one(tmp_path, words):
+    write(tmp_path)
+    with pytest.raises(ValueError, match=f"vocabulary .{len(words)} words. is not"):
+        write(tmp_path, Vocab(words))
+    assert Vocab.load(tmp_path / "vocab.txt") == VOCAB
+
+
+def test_a_state_is_a_pytree():
+    made = state.TrainState(jnp.zeros((), jnp.int32), {"a": jnp.ones(3)}, (), ())
+    doubled = jax.tree.map(lambda leaf: 2 * leaf, made)
+    assert isinstance(doubled, state.TrainState)
+    chex.assert_trees_all_equal(doubled.params, {"a": 2 * jnp.ones(3)})
