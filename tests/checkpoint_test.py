@@ -1,6 +1,8 @@
 import errno
+import gc
 import pathlib
 import shutil
+import threading
 
 import chex
 import jax
@@ -202,6 +204,8 @@ def test_if_nothing_good_is_left_it_is_an_error_and_nothing_is_moved(folder, uns
     assert sorted(path.name for path in folder.iterdir()) == ["3", "7"]
 
 
+# What orbax leaves behind when it gives up is its own affair.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(
     "change",
     [
@@ -213,6 +217,7 @@ def test_if_nothing_good_is_left_it_is_an_error_and_nothing_is_moved(folder, uns
 def test_a_tree_of_other_shapes_is_an_error_that_names_the_step(folder, change):
     with pytest.raises(CheckpointError, match=f"step {LATE} in .* does not fit"):
         restore(folder, make_tree(0) | change)
+    gc.collect()
 
 
 def full_disk(*_, **__):
@@ -230,12 +235,19 @@ def test_a_full_disk_is_an_error_that_names_the_folder(folder, monkeypatch):
 
 
 @pytest.mark.parametrize("when", ["wait", "save", "close"])
-def test_a_disk_that_fills_in_the_background_is_noticed_next(
-    folder, monkeypatch, when
-):
+def test_a_disk_that_fills_in_the_background_is_noticed_next(folder, monkeypatch, when):
     checkpoints = Checkpoints(folder, keep=2)
+    finish = ocp.CheckpointManager.wait_until_finished
+
+    def fail_in_the_background(manager):
+        finish(manager)
+        if threading.current_thread() is not threading.main_thread():
+            full_disk()
+
     with monkeypatch.context() as patch:
-        patch.setattr(ocp.CheckpointManager, "wait_until_finished", full_disk)
+        patch.setattr(
+            ocp.CheckpointManager, "wait_until_finished", fail_in_the_background
+        )
         checkpoints.save(11, make_tree(11), host_of(11))
         arguments = (13, make_tree(13), {}) if when == "save" else ()
         with pytest.raises(CheckpointError, match=f"{folder}.*No space left"):
@@ -246,10 +258,10 @@ def test_a_disk_that_fills_in_the_background_is_noticed_next(
         assert_restores(folder, LATE)
 
 
-@pytest.mark.parametrize("step", [EARLY, EARLY + 1, LATE])
-def test_a_step_that_is_not_newer_is_an_error_and_not_a_silent_nothing(folder, step):
+def test_a_step_older_than_the_newest_is_refused_by_its_number(folder):
     checkpoints = Checkpoints(folder, keep=2)
-    with pytest.raises((CheckpointError, ValueError), match="later than|newer|already"):
-        checkpoints.save(step, make_tree(99), {})
+    with pytest.raises((CheckpointError, ValueError), match=f"step {EARLY + 1}"):
+        checkpoints.save(EARLY + 1, make_tree(99), {})
         checkpoints.wait()
     checkpoints.close()
+    assert_restores(folder, LATE)

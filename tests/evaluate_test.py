@@ -8,6 +8,13 @@ from softbottle import evaluate, model
 VOCAB, WIDTH = 11, 3
 
 
+@pytest.fixture(autouse=True, scope="module")
+def quick_compilation():
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 def make(backbone="window", multiple=1):
     config = configs.Config()
     config.head.name, config.head.components = "mos", 2
@@ -19,7 +26,7 @@ def make(backbone="window", multiple=1):
     config.regularise.output = config.regularise.latent = 0.5
     config.regularise.rows = config.regularise.activation = 0.5
     functions = model.make(configs.validate(config), VOCAB)
-    return functions, functions.init(jax.random.key(0))
+    return functions, jax.jit(functions.init)(jax.random.key(0))
 
 
 def make_ids(count, seed=0):
@@ -47,7 +54,7 @@ def bigram_oracle(params):
     return log_p_VV
 
 
-@pytest.mark.parametrize("rows, length", [(1, 1), (1, 200), (3, 7), (7, 5), (500, 2)])
+@pytest.mark.parametrize("rows, length", [(1, 1), (3, 7), (500, 2)])
 def test_perplexity_is_that_of_a_loop_over_tokens_however_they_are_cut(rows, length):
     functions, params = make()
     ids = make_ids(101)
@@ -68,24 +75,19 @@ def test_a_recurrent_state_is_carried_from_batch_to_batch():
     ids = make_ids(48)
     whole, parts = (evaluator(params, ids, 1, length) for length in (47, 5))
     assert parts.loss == pytest.approx(whole.loss, rel=1e-5)
-    other_start = evaluator(params, ids[20:], 1, 27)
-    later = whole.total - evaluator(params, ids[:21], 1, 20).total
-    assert other_start.total != pytest.approx(later, rel=1e-5)
+    # From an empty state for every few words it would be another loss.
+    cut = evaluator(params, ids, 10, 5)
+    assert cut.count == whole.count and cut.loss != pytest.approx(whole.loss, rel=1e-5)
 
 
 def test_log_probs_are_distributions_over_the_words_alone():
     functions, params = make(multiple=8)
     assert len(params["output_VE"]) == 16
-    ids = make_ids(37)
-    log_p_TV, previous_T = evaluate.log_probs(functions, params, ids, 29)
+    # More positions are asked for than there are.
+    ids = make_ids(30)
+    log_p_TV, previous_T = evaluate.log_probs(functions, params, ids, 100)
     assert log_p_TV.shape == (29, VOCAB) and log_p_TV.dtype == np.float32
     np.testing.assert_array_equal(previous_T, ids[:29])
     np.testing.assert_allclose(np.exp(log_p_TV).sum(axis=1), 1, rtol=1e-5)
     expected_TV = bigram_oracle(params)[ids[:29]]
     np.testing.assert_allclose(log_p_TV, expected_TV, rtol=1e-4, atol=1e-5)
-
-
-def test_log_probs_of_a_short_text_end_with_it():
-    functions, params = make()
-    log_p_TV, previous_T = evaluate.log_probs(functions, params, make_ids(5), 29)
-    assert log_p_TV.shape == (4, VOCAB) and previous_T.shape == (4,)

@@ -19,6 +19,11 @@ def quick_compilation():
     jax.config.update("jax_disable_most_optimizations", False)
 
 
+def make_key(seed):
+    """The generator that compiles fastest."""
+    return jax.random.key(seed, impl="unsafe_rbg")
+
+
 def make_config(head="mos", backbone="window", **regularise):
     config = configs.Config()
     config.head.name, config.head.components = head, 2
@@ -37,7 +42,7 @@ def make_config(head="mos", backbone="window", **regularise):
 
 def make(config, vocab=VOCAB):
     model = models.make(configs.validate(config), vocab)
-    return model, model.init(jax.random.key(0))
+    return model, jax.jit(model.init)(make_key(0))
 
 
 def make_batch(rows=ROWS, length=LENGTH, seed=0):
@@ -66,7 +71,7 @@ def padded(batch, columns):
 
 def loss_of(model, params, batch, seed=1):
     carry = model.initial_carry(len(batch.ids_BS))
-    return jax.jit(model.loss)(params, batch, carry, jax.random.key(seed))
+    return jax.jit(model.loss)(params, batch, carry, make_key(seed))
 
 
 @pytest.mark.parametrize("backbone", ["window", "awd_lstm"])
@@ -74,7 +79,7 @@ def test_the_penalty_is_ar_on_the_states_plus_tar_on_their_steps(backbone):
     config = make_config("mos", backbone, activation=2.0, slowness=3.0)
     model, params = make(config)
     batch = make_batch()
-    hidden_BSD, _ = model.hidden(params, batch, model.initial_carry(ROWS))
+    hidden_BSD, _ = jax.jit(model.hidden)(params, batch, model.initial_carry(ROWS))
     hidden_BSD = np.asarray(hidden_BSD, np.float64)
     ar = 0.0
     for value in hidden_BSD.ravel():
@@ -89,12 +94,14 @@ def test_tar_reads_the_raw_states_and_ar_the_dropped_ones():
     batch = make_batch()
     penalties = {}
     for name in ("activation", "slowness"):
-        for rate in (0.0, 0.5):
-            model, params = make(make_config(**{name: 1.0, "output": rate}))
-            loss, _ = loss_of(model, params, batch)
-            penalties[name, rate] = float(loss.penalty)
-    assert penalties["slowness", 0.5] == pytest.approx(penalties["slowness", 0.0])
-    assert penalties["activation", 0.5] != pytest.approx(penalties["activation", 0.0])
+        model, params = make(make_config(**{name: 1.0, "output": 0.5}))
+        loss, _ = loss_of(model, params, batch)
+        penalties[name] = float(loss.penalty)
+    raw_BSD, _ = jax.jit(model.hidden)(params, batch, model.initial_carry(ROWS))
+    raw_BSD = np.asarray(raw_BSD)
+    tar = np.mean(np.diff(raw_BSD, axis=1) ** 2)
+    assert penalties["slowness"] == pytest.approx(tar, rel=1e-5)
+    assert penalties["activation"] != pytest.approx(np.mean(raw_BSD**2), rel=1e-2)
 
 
 @pytest.mark.parametrize("backbone", ["window", "awd_lstm"])
@@ -106,14 +113,15 @@ def test_padding_changes_neither_loss_nor_penalty_nor_carry_nor_gradient(backbon
     def measure(batch):
         def objective(params):
             carry = model.initial_carry(ROWS)
-            loss, carry = model.loss(params, batch, carry, jax.random.key(1))
+            loss, carry = model.loss(params, batch, carry, make_key(1))
             return loss.total / loss.count + loss.penalty, (loss, carry)
 
         return jax.grad(objective, has_aux=True)(params)
 
     bare, wide = measure(make_batch()), measure(padded(make_batch(), 5))
     chex.assert_trees_all_close(bare, wide, **CLOSE)
-    nll_BS, _ = model.nll(params, padded(make_batch(), 5), model.initial_carry(ROWS))
+    nll = jax.jit(model.nll)
+    nll_BS, _ = nll(params, padded(make_batch(), 5), model.initial_carry(ROWS))
     np.testing.assert_array_equal(nll_BS[:, LENGTH:], 0.0)
     np.testing.assert_allclose(nll_BS.sum(), bare[1][0].total, rtol=1e-5)
 
@@ -125,7 +133,7 @@ def test_rows_of_uneven_lengths_are_averaged_over_their_real_positions():
     batch = batch._replace(
         weights_BS=live_BS.astype(np.float32), segments_BS=live_BS.astype(np.int32)
     )
-    hidden_BSD, _ = model.hidden(params, batch, model.initial_carry(ROWS))
+    hidden_BSD, _ = jax.jit(model.hidden)(params, batch, model.initial_carry(ROWS))
     squares, steps = [], []
     for row, count in enumerate([6, 2, 1]):
         real_SD = np.asarray(hidden_BSD[row, :count], np.float64)
@@ -142,9 +150,9 @@ def test_row_dropout_leaves_the_tied_output_table_alone():
     model, params = make(make_config(rows=0.9999))
     batch = make_batch()
     blank = params | {"table_VE": jnp.zeros_like(params["table_VE"])}
-    hidden_BSD, _ = model.hidden(blank, batch, model.initial_carry(ROWS))
-    nll_T = model.head.nll(
-        *model.output(params),
+    hidden_BSD, _ = jax.jit(model.hidden)(blank, batch, model.initial_carry(ROWS))
+    nll_T = jax.jit(model.head.nll)(
+        *(params["head"], params["table_VE"], params["bias_V"]),
         hidden_BSD.reshape(-1, LAST),
         batch.labels_BS.reshape(-1),
     )
@@ -159,12 +167,12 @@ def test_a_dropped_word_is_dropped_wherever_it_stands_and_a_kept_one_is_scaled()
     expected = set()
     for scale in (0.0, 4.0):
         scaled = params | {"table_VE": scale * params["table_VE"]}
-        hidden_BSD, _ = model.hidden(scaled, batch, model.initial_carry(ROWS))
+        hidden_BSD, _ = jax.jit(model.hidden)(scaled, batch, model.initial_carry(ROWS))
         expected.add(round(float(jnp.mean(hidden_BSD**2)), 4))
     loss = jax.jit(model.loss)
     carry = model.initial_carry(ROWS)
     found = {
-        round(float(loss(params, batch, carry, jax.random.key(seed))[0].penalty), 4)
+        round(float(loss(params, batch, carry, make_key(seed))[0].penalty), 4)
         for seed in range(20)
     }
     assert found == expected
@@ -188,7 +196,7 @@ def test_the_latent_mask_is_locked_over_time_and_drawn_for_each_unit(monkeypatch
     model, params = make(make_config(latent=rate))
     batch = make_batch(rows, 3)
     for seed in (1, 2):
-        model.loss(params, batch, model.initial_carry(rows), jax.random.key(seed))
+        model.loss(params, batch, model.initial_carry(rows), make_key(seed))
     masks_BSKE = [mask.reshape(rows, 3, 2, WIDTH) for mask in seen]
     for mask_BSKE in masks_BSKE:
         np.testing.assert_array_equal(mask_BSKE, mask_BSKE[:, :1] + 0 * mask_BSKE)
@@ -243,22 +251,21 @@ def test_rows_that_are_no_words_change_neither_loss_nor_counts(tied):
 
 FINITE = [
     *((head, "window") for head in configs.HEADS),
-    *(("softmax", "awd_lstm"), ("mos", "awd_lstm"), ("plif", "awd_lstm")),
-    *(("softmax", "transformer"), ("moss", "transformer")),
+    *(("mos", "awd_lstm"), ("softmax", "transformer")),
 ]
 
 
 @pytest.mark.parametrize("head, backbone", FINITE)
 def test_a_model_has_a_finite_gradient_in_every_parameter(head, backbone):
-    model, params = make(make_config(head, backbone, output=0.2, latent=0.2))
+    config = make_config(head, backbone, output=0.2, latent=0.2)
+    config.model.layers = 1
+    model, params = make(config)
     batch, carry = make_batch(2, 3), model.initial_carry(2)
 
-    @jax.jit
-    def gradient(params):
-        loss = lambda params: model.loss(params, batch, carry, jax.random.key(1))
-        return jax.grad(lambda params: loss(params)[0].total)(params)
+    def total(params):
+        return model.loss(params, batch, carry, make_key(1))[0].total
 
-    grads = gradient(params)
+    grads = jax.jit(jax.grad(total))(params)
     chex.assert_trees_all_equal_shapes_and_dtypes(grads, params)
     chex.assert_tree_all_finite(grads)
     assert all(jnp.any(leaf != 0) for leaf in jax.tree.leaves(grads["head"]))
@@ -275,13 +282,14 @@ def test_any_head_fits_any_backbone(head, backbone):
     else:
         config = make_config(head, backbone)
     model = models.make(configs.validate(config), VOCAB)
-    params = jax.eval_shape(model.init, jax.random.key(0))
+    params = jax.eval_shape(model.init, make_key(0))
     batch = jax.tree.map(jnp.asarray, make_batch(2, 3))
     carry = model.initial_carry(2)
-    objective = lambda params: (
-        model.loss(params, batch, carry, jax.random.key(0))[0].total
-    )
-    grads = jax.eval_shape(jax.grad(objective), params)
+
+    def total(params):
+        return model.loss(params, batch, carry, make_key(0))[0].total
+
+    grads = jax.eval_shape(jax.grad(total), params)
     chex.assert_trees_all_equal_shapes_and_dtypes(grads, params)
 
 
@@ -293,13 +301,12 @@ def test_bfloat16_products_keep_float32_parameters_and_gradients():
     batch, carry = make_batch(), exact.initial_carry(ROWS)
 
     def total(model):
-        return lambda params: (
-            model.loss(params, batch, carry, jax.random.key(0))[0].total
-        )
+        return lambda params: model.loss(params, batch, carry, make_key(0))[0].total
 
-    loss, grads = jax.value_and_grad(total(rough))(params)
-    chex.assert_trees_all_equal_dtypes(grads, params)
-    np.testing.assert_allclose(loss, total(exact)(params), rtol=2e-2)
+    grads = jax.eval_shape(jax.grad(total(rough)), params)
+    chex.assert_trees_all_equal_shapes_and_dtypes(grads, params)
+    losses = [jax.jit(total(model))(params) for model in (rough, exact)]
+    np.testing.assert_allclose(*losses, rtol=2e-2)
 
 
 PTB_MOS, WT2_MOS, AWD = (280, 960, 620, 3), (300, 1150, 650, 3), (400, 1150, 400, 3)
@@ -329,7 +336,7 @@ def test_the_papers_models_have_exactly_their_parameters(
     model.backbone, model.tied, model.vocab_multiple = "awd_lstm", True, multiple
     model.embed_dim, model.hidden_dim, model.last_dim, model.layers = sizes
     functions = models.make(configs.validate(config), vocab)
-    params = jax.eval_shape(functions.init, jax.random.key(0))
+    params = jax.eval_shape(functions.init, make_key(0))
     assert models.count_parameters(params, vocab) == expected
 
 
@@ -340,7 +347,7 @@ def test_the_equal_softmax_is_the_widest_that_has_no_more_parameters():
 
     def size(config):
         init = models.make(config, VOCAB).init
-        params = jax.eval_shape(init, jax.random.key(0))
+        params = jax.eval_shape(init, make_key(0))
         return models.count_parameters(params, VOCAB)
 
     rival = models.equal_softmax(config, VOCAB, size(config))

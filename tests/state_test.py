@@ -32,7 +32,8 @@ def write(workdir, vocab=VOCAB, **model_fields):
 def trained(tmp_path_factory):
     """A folder with a run's best parameters, and the parameters."""
     workdir = tmp_path_factory.mktemp("run")
-    params = model.make(write(workdir), len(VOCAB)).init(jax.random.key(5))
+    functions = model.make(write(workdir), len(VOCAB))
+    params = jax.jit(functions.init)(jax.random.key(5))
     best = checkpoint.Checkpoints(workdir / "best", keep=1)
     best.save(12, params, {"step": 12, "valid_loss": 1.5})
     best.close()

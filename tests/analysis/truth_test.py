@@ -13,6 +13,13 @@ from softbottle.state import Run
 WORDS, WIDTH = 11, 3
 
 
+@pytest.fixture(autouse=True, scope="module")
+def quick_compilation():
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 @pytest.fixture(scope="module")
 def run():
     config = configs.Config()
@@ -25,7 +32,7 @@ def run():
     config.model.table_range = 1.0
     corpus = synthetic.corpus(config.data.synthetic)
     functions = model.make(configs.validate(config), WORDS)
-    params = functions.init(jax.random.key(0))
+    params = jax.jit(functions.init)(jax.random.key(0))
     return Run(config, corpus.vocab, functions, params, 5), corpus
 
 

@@ -46,7 +46,8 @@ def test_the_log_probabilities_have_full_rank(words):
 
 def test_a_wider_spread_makes_the_next_word_surer():
     entropies = [
-        synthetic.language(make_config(spread=spread)).entropy for spread in (0.01, 1, 4)
+        synthetic.language(make_config(spread=spread)).entropy
+        for spread in (0.01, 1, 4)
     ]
     assert np.log(WORDS) > entropies[0] > entropies[1] > entropies[2] > 0
 

@@ -1,0 +1,81 @@
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+QUICKSTART = "configs/quickstart.py"
+COMMANDS = {
+    "help": ("train.py", "--help"),
+    "field": ("train.py", "--config", QUICKSTART, "--config.head.componentz=3"),
+    "sweep field": ("sweep.py", "--config.modle.order=3"),
+    "type": ("train.py", "--config", QUICKSTART, "--config.head.components=many"),
+    "head": ("train.py", "--config", f"{QUICKSTART}:sofmax"),
+    "value": ("train.py", "--config", QUICKSTART, "--config.optim.name=sgdd"),
+}
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    """(exit code, stdout, stderr) of every command; started side by side, for speed."""
+    workdir = tmp_path_factory.mktemp("launch")
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    started = {}
+    for name, (script, *arguments) in COMMANDS.items():
+        folder = workdir / name.replace(" ", "-")
+        started[name] = subprocess.Popen(
+            [sys.executable, f"launch/{script}", *arguments, "--workdir", folder],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    found = {}
+    for name, process in started.items():
+        output, errors = process.communicate(timeout=300)
+        found[name] = (process.returncode, output, errors)
+    assert list(workdir.iterdir()) == [], "a refused command left something behind"
+    return found
+
+
+def refused(answer):
+    code, _, errors = answer
+    assert code != 0
+    return errors
+
+
+def test_help_tells_what_the_program_does_and_takes(answers):
+    _, output, errors = answers["help"]
+    assert "Traceback" not in errors
+    assert "--workdir" in output and "--config" in output
+    assert "configs/quickstart.py" in output
+
+
+def test_an_unknown_field_is_answered_with_the_fields_there_are(answers):
+    errors = refused(answers["field"])
+    assert "Head has no field 'componentz'" in errors and "'components'" in errors
+    assert "Traceback" not in errors
+
+
+def test_an_unknown_section_is_answered_with_the_sections_there_are(answers):
+    errors = refused(answers["sweep field"])
+    assert "Config has no field 'modle'" in errors and "'model'" in errors
+    assert "Traceback" not in errors
+
+
+def test_a_value_of_the_wrong_type_is_named_with_its_field(answers):
+    errors = refused(answers["type"])
+    assert "config.head.components" in errors and "many" in errors
+
+
+def test_an_unknown_head_is_answered_with_the_heads_there_are(answers):
+    errors = refused(answers["head"])
+    assert "no head 'sofmax' here" in errors and "'sigsoftmax'" in errors
+
+
+def test_a_value_that_is_no_choice_is_answered_with_the_choices(answers):
+    errors = refused(answers["value"])
+    assert "optim.name must be one of ('adamw', 'sgd'), got 'sgdd'" in errors
