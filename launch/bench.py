@@ -15,9 +15,7 @@ from ml_collections import config_flags
 from softbottle import config
 from softbottle.bench import step
 
-CONFIG = config_flags.DEFINE_config_file(
-    "config", "configs/ptb.py:mos", "A file of configs/."
-)
+CONFIG = config_flags.DEFINE_config_file("config", help_string="A file of configs/.")
 VOCAB = flags.DEFINE_integer("vocab", 10_000, "How many words.", lower_bound=2)
 LENGTH = flags.DEFINE_integer("length", 70, "Positions of a row.", lower_bound=2)
 JSON = flags.DEFINE_string("json", None, "Where the numbers go as well.")
@@ -27,6 +25,8 @@ def main(arguments: list[str]) -> None:
     """Time what the flags say."""
     if len(arguments) > 1:
         raise app.UsageError(f"not understood: {arguments[1:]}")
+    if CONFIG.value is None:
+        raise app.UsageError("--config is needed, for example configs/ptb.py")
     result = step.run(CONFIG.value, VOCAB.value, LENGTH.value)
     if JSON.value:
         pathlib.Path(JSON.value).write_text(json.dumps(result, indent=2))

@@ -14,7 +14,7 @@ from ml_collections import config_flags
 from softbottle import config, sweep
 
 CONFIG = config_flags.DEFINE_config_file(
-    "config", "configs/quickstart.py", "A file of configs/ on the synthetic language."
+    "config", help_string="A file of configs/ on the synthetic language."
 )
 WORKDIR = flags.DEFINE_string("workdir", None, "Where it all goes.", required=True)
 HEADS = flags.DEFINE_list("heads", ["softmax", "moc", "mos"], "Heads to compare.")
@@ -26,6 +26,8 @@ def main(arguments: list[str]) -> None:
     """Sweep what the flags say."""
     if len(arguments) > 1:
         raise app.UsageError(f"not understood: {arguments[1:]}")
+    if CONFIG.value is None:
+        raise app.UsageError("--config is needed, for example configs/quickstart.py")
     logging.set_verbosity(logging.WARNING)
     widths = [int(width) for width in WIDTHS.value]
     sweep.run(CONFIG.value, WORKDIR.value, HEADS.value, widths, range(SEEDS.value))

@@ -31,17 +31,23 @@ class Checkpoints:
     Args:
         folder: made if it does not exist.
         keep: how many of the newest steps are kept; None keeps all.
+        read_only: change nothing in the folder, which another process may be using.
 
     Raises:
         CheckpointError: if the folder has steps, and all of them are broken.
     """
 
-    def __init__(self, folder: pathlib.Path, keep: int | None):
+    def __init__(
+        self, folder: pathlib.Path, keep: int | None = None, read_only: bool = False
+    ):
         self._folder = folder.absolute()
-        self._folder.mkdir(parents=True, exist_ok=True)
-        _put_broken_aside(self._folder)
+        if not read_only:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            _put_broken_aside(self._folder)
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep, cleanup_tmp_directories=True
+            max_to_keep=keep,
+            cleanup_tmp_directories=not read_only,
+            read_only=read_only,
         )
         self._manager = ocp.CheckpointManager(self._folder, options=options)
         self._sealing: threading.Thread | None = None
@@ -49,7 +55,14 @@ class Checkpoints:
 
     def latest(self) -> int | None:
         """The newest good step, if there is one."""
-        return max(_steps(self._folder), default=None)
+        steps = reversed(_steps(self._folder))
+        return next((s for s in steps if is_sealed(self._folder / str(s))), None)
+
+    def forget_after(self, step: int) -> None:
+        """Delete the steps that are later than this one."""
+        for later in _steps(self._folder):
+            if later > step:
+                self._manager.delete(later)
 
     def save(self, step: int, tree: Any, host: dict[str, Any]) -> None:
         """Begin to write a step; arrays are copied before this returns.
@@ -68,9 +81,11 @@ class Checkpoints:
             host=ocp.args.JsonSave(host),
         )
         try:
-            self._manager.save(step, args=arguments)
+            begun = self._manager.save(step, args=arguments)
         except (OSError, ValueError) as error:
             raise self._failure(error) from error
+        if not begun:
+            raise self._failure(f"step {step} is not later than the newest there")
         self._sealing = threading.Thread(target=self._seal, args=(step,))
         self._sealing.start()
 
@@ -87,6 +102,8 @@ class Checkpoints:
         step = self.latest()
         if step is None:
             raise CheckpointError(f"there is no checkpoint in {self._folder}.")
+        if not is_good(self._folder / str(step)):
+            raise CheckpointError(f"step {step} in {self._folder} is damaged.")
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, _without_empty(like))
         arguments = ocp.args.Composite(
             tree=ocp.args.StandardRestore(abstract), host=ocp.args.JsonRestore()
@@ -139,6 +156,11 @@ class Checkpoints:
         )
 
 
+def is_sealed(step_folder: pathlib.Path) -> bool:
+    """Whether a step is complete: its manifest is the last thing to be written."""
+    return (step_folder / MANIFEST).exists()
+
+
 def is_good(step_folder: pathlib.Path) -> bool:
     """Whether a step's files are all there and have the hashes of its manifest."""
     manifest = step_folder / MANIFEST
@@ -159,7 +181,7 @@ def _put_broken_aside(folder):
     broken = [step for step in steps if not is_good(folder / str(step))]
     # One without a manifest was being written when its process died; a run killed in
     # its very first save starts again. One that disagrees with its manifest is damage.
-    sealed = [step for step in broken if (folder / str(step) / MANIFEST).exists()]
+    sealed = [step for step in broken if is_sealed(folder / str(step))]
     if sealed and len(broken) == len(steps):
         raise CheckpointError(
             f"every checkpoint in {folder} is damaged: steps {steps}. Move the folder "
@@ -180,6 +202,8 @@ def _put_broken_aside(folder):
 
 
 def _steps(folder):
+    if not folder.exists():
+        return []
     return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())
 
 

@@ -288,7 +288,7 @@ def _check_ranges(config):
         "model.hidden_dim model.last_dim model.layers model.attention_heads "
         "model.order model.table_range model.vocab_multiple optim.learning_rate "
         "optim.accumulate optim.patience train.log_every train.checkpoint_every "
-        "train.keep data.synthetic.spread"
+        "data.synthetic.spread"
     )
     for name in positive.split():
         if not flat[name] > 0:
@@ -304,6 +304,11 @@ def _check_ranges(config):
         raise ValueError(
             f"data.synthetic.words must be at least 4, "
             f"got {config.data.synthetic.words}."
+        )
+    if config.train.keep < 2:
+        raise ValueError(
+            "train.keep must be at least 2, so that a checkpoint is there while the "
+            f"next is written; got {config.train.keep}."
         )
     if not config.train.steps and not config.train.epochs:
         raise ValueError("train.steps and train.epochs are both 0: nothing to train.")

@@ -11,6 +11,7 @@ import math
 import pathlib
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import tqdm
@@ -32,7 +33,13 @@ class Writer:
 
     def write(self, step: int, **values: Any) -> None:
         """One line; numbers also go to TensorBoard."""
-        self._file.write(json.dumps({"step": step, **values}) + "\n")
+        finite = {
+            name: None
+            if isinstance(value, float) and not math.isfinite(value)
+            else value
+            for name, value in values.items()
+        }
+        self._file.write(json.dumps({"step": step, **finite}) + "\n")
         self._file.flush()
         if self._events is not None:
             self._events.write(step, values)
@@ -83,12 +90,21 @@ class Report:
         progress: where a person looks.
         every: steps between two lines.
         seconds: training time of the run's earlier stretches.
+        window: sum, count and steps that they had not yet reported.
     """
 
-    def __init__(self, writer: Writer, progress: Progress, every: int, seconds: float):
+    def __init__(
+        self,
+        writer: Writer,
+        progress: Progress,
+        every: int,
+        seconds: float = 0.0,
+        window: Sequence[float] = (0.0, 0.0, 0),
+    ):
         self._writer, self._progress, self._every = writer, progress, every
         self._pending: tuple | None = None
-        self._window: list[dict[str, float]] = []
+        self._total, self._count, self._steps = window
+        self._since = 0
         self._before, self._clock = seconds, time.perf_counter()
         self._lap = self._clock
 
@@ -96,6 +112,11 @@ class Report:
     def seconds(self) -> float:
         """Training time so far, earlier stretches of the run included."""
         return self._before + time.perf_counter() - self._clock
+
+    @property
+    def window(self) -> tuple[float, float, int]:
+        """Sum, count and steps that are read but not yet reported."""
+        return self._total, self._count, self._steps
 
     def add(self, step: int, position: dict[str, int], measured: dict) -> None:
         """Take a step's metrics, and read those of the step before.
@@ -117,9 +138,9 @@ class Report:
         """Read and report whatever is left."""
         last = self._pending
         self.settle()
-        if last is not None and self._window:
-            step, position, _ = last
-            self._log(step, position["epoch"], self._window[-1])
+        if last is not None and self._steps:
+            step, position, measured = last
+            self._log(step, position["epoch"], _floats(measured))
 
     def say(self, line: str) -> None:
         """Print a line for people."""
@@ -147,7 +168,7 @@ class Report:
         self._writer.close()
 
     def _read(self, step, position, measured):
-        values = {name: float(value) for name, value in measured.items()}
+        values = _floats(measured)
         loss = values["total"] / values["count"]
         if not (math.isfinite(loss) and math.isfinite(values["grad_norm"])):
             raise NonFiniteLossError(
@@ -155,19 +176,21 @@ class Report:
                 f"the batch of position {position}. The last checkpoint is intact; "
                 "a smaller learning rate or a gradient clip usually helps."
             )
-        self._window.append(values)
+        self._total += values["total"]
+        self._count += values["count"]
+        self._steps, self._since = self._steps + 1, self._since + 1
         self._progress.advance(step)
         if step % self._every == 0:
             self._log(step, position["epoch"], values)
 
     def _log(self, step, epoch, values):
-        total, count = (
-            sum(one[name] for one in self._window) for name in ("total", "count")
-        )
         now = time.perf_counter()
-        steps, elapsed = len(self._window), now - self._lap
-        self._window, self._lap = [], now
-        loss, speed = total / count, count / elapsed
+        loss, share = self._total / self._count, self._since / self._steps
+        # A window begun before a resume has tokens that took none of this time.
+        step_ms = 1e3 * (now - self._lap) / self._since
+        speed = share * self._count / (now - self._lap)
+        self._total, self._count, self._steps, self._since = 0.0, 0.0, 0, 0
+        self._lap = now
         self._writer.write(
             step,
             loss=loss,
@@ -176,13 +199,17 @@ class Report:
             penalty=values["penalty"],
             learning_rate=values["learning_rate"],
             tokens_per_second=round(speed, 1),
-            step_ms=round(1e3 * elapsed / steps, 3),
+            step_ms=round(step_ms, 3),
             epoch=epoch,
         )
         self.say(
             f"step {step:,}  loss {loss:.3f}  ppl {perplexity(loss):.1f}  "
             f"{speed / 1e3:.1f}k tok/s"
         )
+
+
+def _floats(measured):
+    return {name: float(value) for name, value in measured.items()}
 
 
 def perplexity(loss: float) -> float:

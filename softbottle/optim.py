@@ -100,8 +100,9 @@ def is_averaging(opt_state: Any) -> bool:
 
 
 def evaluation_params(opt_state: Any, params: Any) -> Any:
-    """The mean once it is kept, the parameters themselves before."""
-    return opt_state.mean if is_averaging(opt_state) else params
+    """The mean once it has begun, the parameters themselves before."""
+    begun = is_averaging(opt_state) and int(opt_state.count) > 0
+    return opt_state.mean if begun else params
 
 
 def should_average(

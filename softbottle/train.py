@@ -41,6 +41,7 @@ class History:
     best: float = math.inf
     evaluated: int = -1  # the step of the last validation
     seconds: float = 0.0
+    window: tuple[float, float, int] = (0.0, 0.0, 0)  # metrics not yet reported
     stopped: bool = False
 
 
@@ -175,7 +176,7 @@ def _gradient(model, params, batch, carry, key, accumulate):
         return grads, loss, carry
 
     def split(array):
-        return array.reshape(accumulate, -1, *array.shape[1:])
+        return array.reshape(accumulate, len(array) // accumulate, *array.shape[1:])
 
     def add(sums, part):
         batch, carry, key = part
@@ -186,7 +187,10 @@ def _gradient(model, params, batch, carry, key, accumulate):
     sums = (zeros, model_lib.Loss(*jnp.zeros(3)))
     parts = (*jax.tree.map(split, (batch, carry)), jax.random.split(key, accumulate))
     (grads, loss), carry = jax.lax.scan(add, sums, parts)
-    carry = jax.tree.map(lambda array: array.reshape(-1, *array.shape[2:]), carry)
+    carry = jax.tree.map(
+        lambda array: array.reshape(array.shape[0] * array.shape[1], *array.shape[2:]),
+        carry,
+    )
     grads = jax.tree.map(lambda leaf: leaf / accumulate, grads)
     return grads, loss._replace(penalty=loss.penalty / accumulate), carry
 
@@ -222,22 +226,30 @@ def _start(trainer):
     """The newest checkpoint's state and history, or those of a new run."""
     config = trainer.config
     state = init_state(config, trainer.model, optim.make(config.optim))
+    history = History()
     if trainer.latest.latest() is not None:
         state, host = trainer.latest.restore(state)
         trainer.stream.seek(host["position"])
-        return state, History(**host["history"])
-    if config.train.init_from:
+        history = History(**host["history"])
+    elif config.train.init_from:
         start = state_lib.load_run(config.train.init_from)
         opt_state = jax.jit(optim.make(config.optim).init)(start.params)
         state = state.replace(params=start.params, opt_state=opt_state)
-    return state, History()
+    # What was kept after the step that we go on from will be met again.
+    for kept in (trainer.best, trainer.series):
+        if kept is not None:
+            kept.forget_after(int(state.step))
+    if trainer.best.latest() is None:
+        history.best, history.evaluated = math.inf, -1
+    # On one device from the start, or the second step would be compiled again.
+    return jax.device_put(state, jax.devices()[0]), history
 
 
 def _loop(trainer, state, history):
     """Step until the run's bound, a stop rule or a signal to stop."""
     train, stream = trainer.config.train, trainer.stream
     step = int(state.step)
-    report = _report(trainer, step, history.seconds)
+    report = _report(trainer, step, history)
     with _termination() as asked_to_stop, contextlib.closing(report):
         while _goes_on(train, step, stream.epoch, history):
             epoch, position = stream.epoch, stream.position
@@ -253,24 +265,24 @@ def _loop(trainer, state, history):
             if train.series and _is_logarithmic(step):
                 report.settle()
                 trainer.series.save(step, state.params, {"step": step})
-            if step % train.checkpoint_every == 0 or asked_to_stop.is_set():
+            stopping = asked_to_stop.is_set()
+            if step % train.checkpoint_every == 0 or stopping:
                 report.settle()
-                history.seconds = report.seconds
-                _save(trainer, state, history)
-            if asked_to_stop.is_set():
+                _save(trainer, state, history, report)
+            if stopping:
                 report.say(f"asked to stop: saved at step {step:,}")
                 trainer.latest.wait()
                 return state, history, False
         report.finish()
-        history.seconds = report.seconds
         if history.evaluated != step:
             _validate(trainer, state, history, report)
+        trainer.latest.wait()
         if trainer.latest.latest() != step:
-            _save(trainer, state, history)
+            _save(trainer, state, history, report)
     return state, history, True
 
 
-def _report(trainer, step, seconds):
+def _report(trainer, step, history):
     config = trainer.config
     start = {
         "config": config_lib.to_dict(config),
@@ -282,7 +294,8 @@ def _report(trainer, step, seconds):
         metrics.Writer(trainer.workdir, step, start),
         metrics.Progress(total, step, config.head.name),
         config.train.log_every,
-        seconds,
+        history.seconds,
+        history.window,
     )
 
 
@@ -300,6 +313,8 @@ def _validate(trainer, state, history, report):
         params, trainer.corpus.valid, data.eval_rows, data.eval_length
     ).loss
     step = history.evaluated = int(state.step)
+    if not math.isfinite(loss):
+        raise metrics.NonFiniteLossError(f"step {step}: validation loss {loss}.")
     averaging = optim.is_averaging(state.opt_state)
     report.evaluated(step, trainer.stream.epoch, loss, averaging)
     if loss < history.best:
@@ -322,11 +337,14 @@ def _after_epoch(trainer, state, history, report, loss):
     return state
 
 
-def _save(trainer, state, history):
+def _save(trainer, state, history, report):
+    history.seconds, history.window = report.seconds, report.window
     host = {
         "position": trainer.stream.position,
         "history": dataclasses.asdict(history),
     }
+    # The history speaks of the best parameters, so they must be there first.
+    trainer.best.wait()
     trainer.latest.save(int(state.step), state, host)
 
 
@@ -354,6 +372,8 @@ def _finish(trainer, step, history):
         rival = model_lib.equal_softmax(config, vocab, summary["parameters"])
         rival = config_lib.validate(rival)
         summary["equal_softmax"] = _run(rival, workdir / "equal_softmax")
+        if not summary["equal_softmax"]:
+            return {}
     (workdir / "summary.json").write_text(json.dumps(summary, indent=2))
     return summary
 
