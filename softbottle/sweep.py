@@ -72,7 +72,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def draw(rows: list[dict[str, Any]]) -> matplotlib.figure.Figure:
     """Divergence from the truth, and rank, against the width."""
-    figure = matplotlib.figure.Figure(figsize=(10, 4), layout="constrained")
+    figure = matplotlib.figure.Figure(figsize=(10, 4.6), layout="constrained")
     divergence, ranks = figure.subplots(1, 2)
     for head in dict.fromkeys(row["head"] for row in rows):
         points = [row for row in rows if row["head"] == head]
@@ -107,7 +107,10 @@ def draw(rows: list[dict[str, Any]]) -> matplotlib.figure.Figure:
     for axes in (divergence, ranks):
         axes.set_xscale("log", base=2)
         axes.set_xticks(widths, [str(width) for width in widths])
-        axes.legend(fontsize="small")
+    # The right-hand panel has every line of the left one, and the bound.
+    figure.legend(
+        *ranks.get_legend_handles_labels(), loc="outside lower center", ncols=5
+    )
     return figure
 
 

@@ -26,7 +26,7 @@ from softbottle import checkpoint, evaluate, metrics, optim
 from softbottle import config as config_lib
 from softbottle import model as model_lib
 from softbottle import state as state_lib
-from softbottle.analysis import truth
+from softbottle.analysis import curves, truth
 from softbottle.data import corpus as corpus_lib
 from softbottle.data.batches import Stream
 from softbottle.data.vocab import Corpus
@@ -366,6 +366,7 @@ def _finish(trainer, step, history):
         "parameters": model_lib.count_parameters(best.params, vocab),
         "seconds": round(history.seconds, 3),
     }
+    curves.write(workdir, f"{config.head.name} on {data.name}")
     if data.name == "synthetic":
         summary |= truth.summarise(best, trainer.corpus, workdir)
     if config.train.equal_softmax:
