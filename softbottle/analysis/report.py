@@ -1,0 +1,149 @@
+"""What an analysis shows a person: one HTML file, the numbers as JSON, and PNGs.
+
+An instrument measures arrays and returns plain numbers; its `section` turns them into a
+title, a reading in plain words, figures and the numbers beneath. This file lays
+sections out; it knows nothing of what they measure.
+"""
+
+import base64
+import html
+import io
+import json
+import math
+import pathlib
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import matplotlib.figure
+import numpy as np
+
+
+class Figure(NamedTuple):
+    """A picture and how to read it.
+
+    Attributes:
+        name: of its PNG, in letters, digits and dashes.
+        figure: the picture.
+        reading: what it shows, in plain words.
+    """
+
+    name: str
+    figure: matplotlib.figure.Figure
+    reading: str
+
+
+class Section(NamedTuple):
+    """One instrument's part of a report.
+
+    Attributes:
+        title: a few words.
+        reading: what was found, in plain words, a sentence or three.
+        figures: the pictures.
+        numbers: nested dicts, lists and numbers, NumPy's included.
+    """
+
+    title: str
+    reading: str
+    figures: list[Figure]
+    numbers: dict[str, Any]
+
+
+def write(folder: pathlib.Path | str, title: str, sections: Sequence[Section]) -> None:
+    """Write `report.html`, `report.json` and a PNG for each figure.
+
+    Raises:
+        ValueError: if there is nothing to report, or two figures share a name.
+    """
+    names = [figure.name for section in sections for figure in section.figures]
+    if not sections or len(set(names)) < len(names):
+        raise ValueError(
+            f"a report needs sections, and figures of different names; got {names}."
+        )
+    folder = pathlib.Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    body = "".join(_section(folder, section) for section in sections)
+    title = html.escape(title)
+    (folder / "report.html").write_text(_PAGE.format(title=title, body=body))
+    numbers = {section.title: plain(section.numbers) for section in sections}
+    (folder / "report.json").write_text(json.dumps(numbers, indent=2))
+
+
+def plain(value: Any) -> Any:
+    """Nested numbers as JSON has them; what is not finite becomes null."""
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | np.ndarray):
+        return [plain(item) for item in value]
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def _section(folder, section):
+    figures = "".join(_figure(folder, figure) for figure in section.figures)
+    return (
+        f"<section><h2>{html.escape(section.title)}</h2>"
+        f"<p>{html.escape(section.reading)}</p>{figures}"
+        f"<details><summary>Numbers</summary>{_table(plain(section.numbers))}"
+        "</details></section>"
+    )
+
+
+def _figure(folder, figure):
+    if not re.fullmatch(r"[A-Za-z0-9-]+", figure.name):
+        raise ValueError(
+            f"a figure's name is letters, digits and dashes: {figure.name}"
+        )
+    buffer = io.BytesIO()
+    figure.figure.savefig(buffer, format="png", dpi=150)
+    (folder / f"{figure.name}.png").write_bytes(buffer.getvalue())
+    data = base64.b64encode(buffer.getvalue()).decode()
+    reading = html.escape(figure.reading)
+    return (
+        f'<figure><img alt="{reading}" src="data:image/png;base64,{data}">'
+        f"<figcaption>{reading}</figcaption></figure>"
+    )
+
+
+def _table(numbers):
+    """Nested numbers as nested tables; a long list is cut, report.json has it all."""
+    if isinstance(numbers, dict):
+        rows = "".join(
+            f"<tr><th>{html.escape(key)}</th><td>{_table(value)}</td></tr>"
+            for key, value in numbers.items()
+        )
+        return f"<table>{rows}</table>"
+    if isinstance(numbers, list):
+        shown = ", ".join(_table(value) for value in numbers[:12])
+        more = len(numbers) - 12
+        return shown + (f", … ({more:,} more)" if more > 0 else "")
+    if isinstance(numbers, float):
+        return f"{numbers:.6g}"
+    return html.escape(f"{numbers:,}" if type(numbers) is int else str(numbers))
+
+
+_PAGE = """<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><title>{title}</title>
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<style>
+:root {{ color-scheme: light dark; --ink: #1c1e21; --paper: #fdfdfc; --soft: #6b7078;
+  --line: #dcdee2; }}
+@media (prefers-color-scheme: dark) {{
+  :root {{ --ink: #e6e6e3; --paper: #17181b; --soft: #9aa0a8; --line: #33363b; }} }}
+body {{ margin: 0 auto; max-width: 60rem; padding: 1rem 1.2rem 4rem; color: var(--ink);
+  background: var(--paper); font: 1rem/1.55 system-ui, sans-serif; }}
+h1 {{ font-size: 1.7rem; line-height: 1.2; }}
+h2 {{ margin-top: 2.5rem; border-bottom: 1px solid var(--line); }}
+figure {{ margin: 1.2rem 0; }}
+img {{ width: 100%; height: auto; background: white; border-radius: .4rem; }}
+figcaption, summary {{ color: var(--soft); }}
+details {{ overflow-x: auto; }}
+table {{ border-collapse: collapse; font-size: .85rem; }}
+th, td {{ text-align: left; vertical-align: top; padding: .15rem .6rem .15rem 0;
+  font-variant-numeric: tabular-nums; }}
+th {{ font-weight: 500; color: var(--soft); }}
+</style></head><body><h1>{title}</h1>{body}</body></html>
+"""

@@ -1,0 +1,54 @@
+"""The report: one page that holds everything, and the numbers beside it."""
+
+import json
+import math
+
+import matplotlib.figure
+import numpy as np
+import pytest
+
+from softbottle.analysis import report
+
+
+def make_section(name="a-curve", numbers=None):
+    figure = matplotlib.figure.Figure()
+    figure.subplots().plot([1, 2, 3])
+    reading = "It rises <always> & everywhere."
+    numbers = {"slope": 1.5} if numbers is None else numbers
+    return report.Section(
+        "Slopes", reading, [report.Figure(name, figure, reading)], numbers
+    )
+
+
+def test_the_page_is_self_contained_and_escapes_what_it_is_told(tmp_path):
+    report.write(tmp_path, "A <run>", [make_section()])
+    page = (tmp_path / "report.html").read_text()
+    assert "<h1>A &lt;run&gt;</h1>" in page
+    assert "It rises &lt;always&gt; &amp; everywhere." in page
+    assert 'src="data:image/png;base64,' in page
+    assert "http" not in page.replace("http-equiv", "")
+    assert (tmp_path / "a-curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_numbers_are_json_whatever_numpy_calls_them(tmp_path):
+    numbers = {"rank": np.int64(3), "sigma": np.arange(2.0), "gap": math.inf}
+    report.write(tmp_path, "A run", [make_section(numbers=numbers)])
+    stored = json.loads((tmp_path / "report.json").read_text())
+    assert stored == {"Slopes": {"rank": 3, "sigma": [0.0, 1.0], "gap": None}}
+
+
+def test_a_long_list_is_cut_on_the_page_and_whole_in_the_file(tmp_path):
+    report.write(tmp_path, "A run", [make_section(numbers={"all": list(range(40))})])
+    assert "(28 more)" in (tmp_path / "report.html").read_text()
+    assert (
+        len(json.loads((tmp_path / "report.json").read_text())["Slopes"]["all"]) == 40
+    )
+
+
+def test_figures_of_one_name_and_bad_names_are_errors(tmp_path):
+    with pytest.raises(ValueError, match="different names"):
+        report.write(tmp_path, "A run", [make_section(), make_section()])
+    with pytest.raises(ValueError, match="letters, digits"):
+        report.write(tmp_path, "A run", [make_section("../escape")])
+    with pytest.raises(ValueError, match="needs sections"):
+        report.write(tmp_path, "A run", [])

@@ -1,0 +1,36 @@
+import json
+
+import jax
+import pytest
+
+from softbottle import config as configs
+from softbottle.bench import step
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_compilation():
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def test_a_step_is_timed_whole_and_by_part_and_told_in_one_line(capsys):
+    config = configs.Config()
+    config.data.rows, config.head.name, config.head.components = 3, "mos", 2
+    model, regularise = config.model, config.regularise
+    model.embed_dim, model.hidden_dim, model.last_dim, model.layers = 3, 7, 5, 2
+    regularise.recurrent = regularise.latent = 0.5
+    config.optim.name, config.optim.averaging = "sgd", "nt"
+    result = step.run(config, vocab=13, length=5)
+    assert all(result[f"{part}_ms"] > 0 for part in ("step", "head", "recurrence"))
+    whole = result["head_ms"] + result["recurrence_ms"] + result["rest_ms"]
+    assert whole == pytest.approx(result["step_ms"])
+    assert result["tokens"] == 15 and result["vocab"] == 13
+    assert result["head_name"] == "mos" and result["components"] == 2
+    speed = 1e3 * 15 / result["step_ms"]
+    assert result["tokens_per_second"] == pytest.approx(speed)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert json.loads(line) == {
+        name: round(value, 4) if isinstance(value, float) else value
+        for name, value in result.items()
+    }
