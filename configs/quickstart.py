@@ -1,7 +1,7 @@
 """See the softmax bottleneck on a laptop, on a language made on the spot.
 
-    python launch/train.py --config configs/quickstart.py --workdir runs/quickstart
-    python launch/train.py --config configs/quickstart.py:softmax --workdir runs/softmax
+    python launch/train.py --config configs/quickstart.py
+    python launch/train.py --config configs/quickstart.py:softmax
 
 Heads: mos (default), softmax, moc, sigsoftmax, moss. All see the same text through the
 same width d = 8; a softmax of that width can give its log-probabilities rank 10, and

@@ -1,12 +1,13 @@
 """Train a model.
 
-    python launch/train.py --config configs/quickstart.py --workdir runs/quickstart
+    python launch/train.py --config configs/quickstart.py
     python launch/train.py --config configs/ptb.py:mos --config.train.steps=1000
 
 `file.py:arg` picks a variant, `--config.section.field=value` changes one setting.
 Started again with the same --workdir, a run goes on from its newest checkpoint.
 """
 
+import pathlib
 import sys
 
 from absl import app, flags, logging
@@ -16,7 +17,10 @@ from softbottle import config, train
 
 CONFIG = config_flags.DEFINE_config_file("config", help_string="A file of configs/.")
 WORKDIR = flags.DEFINE_string(
-    "workdir", None, "Where checkpoints, metrics and the summary go.", required=True
+    "workdir",
+    None,
+    "Where checkpoints, metrics and the summary go; by default runs/ and the config's "
+    "name, as in runs/quickstart-softmax.",
 )
 
 
@@ -28,7 +32,14 @@ def main(arguments: list[str]) -> None:
         raise app.UsageError("--config is needed, for example configs/quickstart.py")
     # Orbax tells at length, at level info, what it does.
     logging.set_verbosity(logging.WARNING)
-    train.run(CONFIG.value, WORKDIR.value)
+    train.run(CONFIG.value, WORKDIR.value or _default_workdir())
+
+
+def _default_workdir():
+    """runs/ptb-mos-finetune for configs/ptb.py:mos,finetune."""
+    file, _, argument = flags.FLAGS["config"].config_filename.partition(":")
+    parts = [pathlib.Path(file).stem, *filter(None, argument.split(","))]
+    return pathlib.Path("runs", "-".join(parts))
 
 
 if __name__ == "__main__":

@@ -37,7 +37,6 @@ from typing import NamedTuple
 
 import numpy as np
 import tqdm
-from absl import logging
 
 from softbottle import config as config_lib
 from softbottle.data import synthetic
@@ -332,7 +331,8 @@ def _renumber(path, table):
 def _log_speed(name, manifest, vocab):
     tokens = sum(manifest["tokens"].values())
     speed = tokens / max(manifest["seconds"], 1e-9)
-    logging.info(
-        "encoded %s: %s tokens, %s words in the vocabulary, %.1fM words/s",
-        *(name, f"{tokens:,}", f"{vocab:,}", speed / 1e6),
+    tqdm.tqdm.write(
+        f"encoded {name}: {tokens:,} tokens, {vocab:,} words in the vocabulary, "
+        f"{speed / 1e6:.1f}M words/s",
+        file=sys.stderr,
     )
