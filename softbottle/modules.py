@@ -16,28 +16,8 @@ from flax import nnx
 from softbottle.heads import Head
 
 
-class LinenHead(nn.Module):
-    """An output head as a linen module.
-
-    >>> head = LinenHead(softbottle.mos(components=8), vocab=100, context_dim=16)
-    >>> hidden, labels = jnp.ones((2, 5, 32)), jnp.zeros((2, 5), jnp.int32)
-    >>> variables = head.init(jax.random.key(0), hidden, labels)
-    >>> loss = head.apply(variables, hidden, labels) / labels.size
-    >>> next_ids = head.apply(variables, hidden, jax.random.key(1), method="sample")
-
-    Attributes:
-        head: any of softbottle's heads.
-        vocab: how many words there are.
-        context_dim: width of the table.
-        bias: whether words have a bias.
-        options: of the head's operations; see ops/options.py.
-    """
-
-    head: Head
-    vocab: int
-    context_dim: int
-    bias: bool = True
-    options: dict[str, Any] | None = None
+class _Calls:
+    """What both modules answer, through their `_call(name, hidden_TD, ...)`."""
 
     def __call__(
         self,
@@ -60,6 +40,30 @@ class LinenHead(nn.Module):
         """One word for each hidden state."""
         return _by_token(self._call, "sample", hidden, key)
 
+
+class LinenHead(_Calls, nn.Module):
+    """An output head as a linen module.
+
+    >>> head = LinenHead(softbottle.mos(components=8), vocab=100, context_dim=16)
+    >>> hidden, labels = jnp.ones((2, 5, 32)), jnp.zeros((2, 5), jnp.int32)
+    >>> variables = head.init(jax.random.key(0), hidden, labels)
+    >>> loss = head.apply(variables, hidden, labels) / labels.size
+    >>> next_ids = head.apply(variables, hidden, jax.random.key(1), method="sample")
+
+    Attributes:
+        head: any of softbottle's heads.
+        vocab: how many words there are.
+        context_dim: width of the table.
+        bias: whether words have a bias.
+        options: of the head's operations; see ops/options.py.
+    """
+
+    head: Head
+    vocab: int
+    context_dim: int
+    bias: bool = True
+    options: dict[str, Any] | None = None
+
     @nn.compact
     def _call(self, name, hidden_TD, *arguments):
         start = nn.initializers.normal(self.context_dim**-0.5)
@@ -75,7 +79,7 @@ class LinenHead(nn.Module):
         )
 
 
-class NnxHead(nnx.Module):
+class NnxHead(_Calls, nnx.Module):
     """An output head as an nnx module.
 
     >>> head = NnxHead(softbottle.mos(components=8), 32, vocab=100, context_dim=16,
@@ -112,27 +116,6 @@ class NnxHead(nnx.Module):
         self.bias_V = nnx.Param(jnp.zeros(vocab)) if bias else None
         params = head.init(rngs.params(), hidden_dim, context_dim)
         self.params = nnx.Dict({name: nnx.Param(leaf) for name, leaf in params.items()})
-
-    def __call__(
-        self,
-        hidden: jax.Array,
-        labels: jax.Array,
-        weights: jax.Array | None = None,
-    ) -> jax.Array:
-        """The weighted sum of the tokens' negative log-likelihoods, a scalar."""
-        return _loss(self._call, hidden, labels, weights)
-
-    def nll(self, hidden: jax.Array, labels: jax.Array) -> jax.Array:
-        """-log P(label), in the shape of the labels."""
-        return _by_token(self._call, "nll", hidden, labels.reshape(-1))
-
-    def log_probs(self, hidden: jax.Array) -> jax.Array:
-        """Log P(v) of every word, on a new last axis."""
-        return _by_token(self._call, "log_probs", hidden)
-
-    def sample(self, hidden: jax.Array, key: jax.Array) -> jax.Array:
-        """One word for each hidden state."""
-        return _by_token(self._call, "sample", hidden, key)
 
     def _call(self, name, hidden_TD, *arguments):
         params = {name: leaf[...] for name, leaf in self.params.items()}

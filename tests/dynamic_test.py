@@ -17,8 +17,11 @@ TRAIN_WORDS, TEST_WORDS = 41, 31  # 4 batches and 8 segments, the last of each p
 
 @pytest.fixture(autouse=True, scope="module")
 def quick_compilation():
+    generator = jax.config.jax_default_prng_impl
+    jax.config.update("jax_default_prng_impl", "unsafe_rbg")
     jax.config.update("jax_disable_most_optimizations", True)
     yield
+    jax.config.update("jax_default_prng_impl", generator)
     jax.config.update("jax_disable_most_optimizations", False)
 
 
@@ -173,7 +176,7 @@ def test_a_text_is_scored_as_by_the_rms_rule_written_out(model, decay):
     assert len(losses) == 8 and found.count == TEST_WORDS - 1
     assert found.total == pytest.approx(sum(losses), **LOSS)
     # The text is scored otherwise than by a model that learns nothing.
-    assert found.total != pytest.approx(static(model).total, rel=1e-2)
+    assert found.total != pytest.approx(static(model).total, rel=1e-3)
 
 
 def test_a_segment_is_scored_before_it_is_learnt_from(model):

@@ -11,8 +11,11 @@ CLOSE = {"rel": 1e-5}
 
 @pytest.fixture(autouse=True, scope="module")
 def quick_compilation():
+    generator = jax.config.jax_default_prng_impl
+    jax.config.update("jax_default_prng_impl", "unsafe_rbg")
     jax.config.update("jax_disable_most_optimizations", True)
     yield
+    jax.config.update("jax_default_prng_impl", generator)
     jax.config.update("jax_disable_most_optimizations", False)
 
 

@@ -9,8 +9,11 @@ from softbottle.bench import step
 
 @pytest.fixture(autouse=True, scope="module")
 def quick_compilation():
+    generator = jax.config.jax_default_prng_impl
+    jax.config.update("jax_default_prng_impl", "unsafe_rbg")
     jax.config.update("jax_disable_most_optimizations", True)
     yield
+    jax.config.update("jax_default_prng_impl", generator)
     jax.config.update("jax_disable_most_optimizations", False)
 
 
@@ -18,7 +21,7 @@ def test_a_step_is_timed_whole_and_by_part_and_told_in_one_line(capsys):
     config = configs.Config()
     config.data.rows, config.head.name, config.head.components = 3, "mos", 2
     model, regularise = config.model, config.regularise
-    model.embed_dim, model.hidden_dim, model.last_dim, model.layers = 3, 7, 5, 2
+    model.embed_dim, model.hidden_dim, model.last_dim, model.layers = 3, 7, 5, 1
     regularise.recurrent = regularise.latent = 0.5
     config.optim.name, config.optim.averaging = "sgd", "nt"
     result = step.run(config, vocab=13, length=5)
