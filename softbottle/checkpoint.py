@@ -31,23 +31,17 @@ class Checkpoints:
     Args:
         folder: made if it does not exist.
         keep: how many of the newest steps are kept; None keeps all.
-        read_only: change nothing in the folder, which another process may be using.
 
     Raises:
         CheckpointError: if the folder has steps, and all of them are broken.
     """
 
-    def __init__(
-        self, folder: pathlib.Path, keep: int | None = None, read_only: bool = False
-    ):
+    def __init__(self, folder: pathlib.Path, keep: int | None):
         self._folder = folder.absolute()
-        if not read_only:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            _put_broken_aside(self._folder)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        _put_broken_aside(self._folder)
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep,
-            cleanup_tmp_directories=not read_only,
-            read_only=read_only,
+            max_to_keep=keep, cleanup_tmp_directories=True
         )
         self._manager = ocp.CheckpointManager(self._folder, options=options)
         self._sealing: threading.Thread | None = None
@@ -55,8 +49,7 @@ class Checkpoints:
 
     def latest(self) -> int | None:
         """The newest good step, if there is one."""
-        steps = reversed(_steps(self._folder))
-        return next((s for s in steps if is_sealed(self._folder / str(s))), None)
+        return _newest_sealed(self._folder)
 
     def forget_after(self, step: int) -> None:
         """Delete the steps that are later than this one."""
@@ -90,36 +83,8 @@ class Checkpoints:
         self._sealing.start()
 
     def restore(self, like: Any) -> tuple[Any, dict[str, Any]]:
-        """The newest good step: (tree, host).
-
-        Args:
-            like: a tree of arrays or ShapeDtypeStructs with the shapes, dtypes and
-                shardings to restore to.
-
-        Raises:
-            CheckpointError: if there is no step, or it does not have these shapes.
-        """
-        step = self.latest()
-        if step is None:
-            raise CheckpointError(f"there is no checkpoint in {self._folder}.")
-        if not is_good(self._folder / str(step)):
-            raise CheckpointError(f"step {step} in {self._folder} is damaged.")
-        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, _without_empty(like))
-        arguments = ocp.args.Composite(
-            tree=ocp.args.StandardRestore(abstract), host=ocp.args.JsonRestore()
-        )
-        try:
-            restored = self._manager.restore(step, args=arguments)
-        except (ValueError, KeyError) as error:
-            raise CheckpointError(
-                f"step {step} in {self._folder} does not fit this model: {error}"
-            ) from error
-        tree = jax.tree.map(
-            lambda leaf, found: found if leaf.size else jnp.zeros_like(leaf),
-            like,
-            restored["tree"],
-        )
-        return tree, restored["host"]
+        """The newest step: (tree, host), as `read_newest` gives it."""
+        return read_newest(self._folder, like)
 
     def wait(self) -> None:
         """Return when the last save is complete and sealed.
@@ -154,6 +119,41 @@ class Checkpoints:
             f"a checkpoint could not be written to {self._folder}: {error}. Earlier "
             "checkpoints are intact; mend the cause (a full disk?) and start again."
         )
+
+
+def read_newest(folder: pathlib.Path, like: Any) -> tuple[Any, dict[str, Any]]:
+    """The newest complete step of a folder, which is not changed: (tree, host).
+
+    Args:
+        folder: of a `Checkpoints`, which another process may be writing to.
+        like: a tree of arrays or ShapeDtypeStructs with the shapes, dtypes and
+            shardings to restore to.
+
+    Raises:
+        CheckpointError: if there is no step, it is damaged, or has other shapes.
+    """
+    step = _newest_sealed(folder)
+    if step is None:
+        raise CheckpointError(f"there is no checkpoint in {folder}.")
+    if not is_good(folder / str(step)):
+        raise CheckpointError(f"step {step} in {folder} is damaged.")
+    abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, _without_empty(like))
+    arguments = ocp.args.Composite(
+        tree=ocp.args.StandardRestore(abstract), host=ocp.args.JsonRestore()
+    )
+    try:
+        with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
+            found = reader.restore(folder.absolute() / str(step), args=arguments)
+    except (ValueError, KeyError) as error:
+        raise CheckpointError(
+            f"step {step} in {folder} does not fit this model: {error}"
+        ) from error
+    tree = jax.tree.map(
+        lambda leaf, value: value if leaf.size else jnp.zeros_like(leaf),
+        like,
+        found["tree"],
+    )
+    return tree, found["host"]
 
 
 def is_sealed(step_folder: pathlib.Path) -> bool:
@@ -199,6 +199,11 @@ def _put_broken_aside(folder):
             f"{aside.name}; an earlier one is used.",
             stacklevel=3,
         )
+
+
+def _newest_sealed(folder):
+    steps = reversed(_steps(folder))
+    return next((step for step in steps if is_sealed(folder / str(step))), None)
 
 
 def _steps(folder):

@@ -75,11 +75,7 @@ def load_run(workdir: pathlib.Path | str, compute_dtype: str | None = None) -> R
     vocab = Vocab.load(workdir / "vocab.txt", config.data.lowercase)
     functions = model.make(config, len(vocab))
     like = jax.eval_shape(functions.init, jax.random.key(0))
-    best = checkpoint.Checkpoints(workdir / "best", read_only=True)
-    try:
-        params, host = best.restore(like)
-    finally:
-        best.close()
+    params, host = checkpoint.read_newest(workdir / "best", like)
     return Run(config, vocab, functions, params, host["step"])
 
 

@@ -27,6 +27,7 @@ def quick_compilation():
 def bigram():
     """A run of a bigram model; its rows are more than its words."""
     functions, params = make(multiple=8)
+    params = jax.tree.map(lambda leaf: 2 * leaf, params)  # far from uniform
     return state.Run(configs.Config(), WORDS, functions, params, 0)
 
 
@@ -91,13 +92,11 @@ def test_sharpened_and_truncated_words_are_drawn_from_what_is_kept(bigram):
 
 
 def test_the_same_seed_gives_the_same_text_and_another_another(bigram):
-    for options in ({}, {"temperature": 0.9}):
-        one, again, other = (
-            list(generate(bigram, [4, 1], 20, seed=seed, **options))
-            for seed in (5, 5, 6)
-        )
-        assert one == again != other
-        assert len(one) == len(other) == 20
+    one, again, other = (
+        list(generate(bigram, [4, 1], 20, seed=seed)) for seed in (5, 5, 6)
+    )
+    assert one == again != other
+    assert len(one) == len(other) == 20
 
 
 def test_an_empty_prompt_stands_for_the_end_of_a_line(bigram):

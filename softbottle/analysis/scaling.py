@@ -1,0 +1,109 @@
+"""The scaling law a saturated model falls behind.
+
+    L(N, T) = A / N^alpha + B / T^beta + E
+
+for N parameters and T tokens. B, beta and E are kept as Godey et al. keep them; A and
+alpha are fitted to models large enough not to saturate, and the gap of a smaller one is
+how far its loss lies above the law.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import matplotlib.figure
+import numpy as np
+import scipy.optimize
+
+from softbottle.analysis import report
+
+
+class Law(NamedTuple):
+    """L(N, T) = a / N^alpha + b / T^beta + e, for N parameters and T tokens."""
+
+    a: float
+    alpha: float
+    b: float = 410.7
+    beta: float = 0.28
+    e: float = 1.69
+
+    def loss(self, parameters: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """The loss the law predicts."""
+        parameters, tokens = np.asarray(parameters, float), np.asarray(tokens, float)
+        size = self.a * parameters**-self.alpha
+        return size + self.b * tokens**-self.beta + self.e
+
+    def gap(self, parameters, tokens, loss) -> np.ndarray:
+        """How far a loss lies above the law, as a share of what it predicts."""
+        return np.asarray(loss, float) / self.loss(parameters, tokens) - 1
+
+
+PYTHIA = Law(119.09, 0.246)  # the fit of Godey et al. to the models from 410M up
+
+
+def fit(
+    parameters_M: np.ndarray,
+    tokens_M: np.ndarray,
+    loss_M: np.ndarray,
+    start: Law = PYTHIA,
+) -> Law:
+    """The law nearest to the losses: sum (log L - log loss)^2 least over a and alpha.
+
+    Args:
+        parameters_M: N of each model, two different ones or more.
+        tokens_M: T that it was trained on.
+        loss_M: that it reached, in nats.
+        start: where the search starts; its b, beta and e are kept.
+
+    Raises:
+        ValueError: if the arrays do not match or are not positive, or no fit is found.
+    """
+    data = [np.asarray(one, float) for one in (parameters_M, tokens_M, loss_M)]
+    bad = [one.shape for one in data if one.ndim != 1 or not np.all(one > 0)]
+    if bad or len({one.shape for one in data}) > 1 or len(np.unique(data[0])) < 2:
+        raise ValueError(
+            f"a law needs two sizes or more, with positive tokens and losses for each, "
+            f"got {[one.tolist() for one in data]}."
+        )
+
+    def law(theta):
+        return start._replace(a=float(np.exp(theta[0])), alpha=float(theta[1]))
+
+    found = scipy.optimize.least_squares(
+        lambda theta: np.log(law(theta).loss(*data[:2]) / data[2]),
+        (np.log(start.a), start.alpha),
+        xtol=1e-12,
+        ftol=1e-12,
+    )
+    if not found.success:
+        raise ValueError(f"no law fits: {found.message}")
+    return law(found.x)
+
+
+def section(
+    law: Law,
+    names: Sequence[str],
+    parameters_M: np.ndarray,
+    tokens_M: np.ndarray,
+    loss_M: np.ndarray,
+) -> report.Section:
+    """Models beside the law, with the gap of each."""
+    predicted_M = law.loss(parameters_M, tokens_M)
+    gap_M = law.gap(parameters_M, tokens_M, loss_M)
+    figure = matplotlib.figure.Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    axes.loglog(parameters_M, loss_M, "o", label="measured")
+    axes.loglog(parameters_M, predicted_M, "_", markersize=16, label="the law")
+    axes.set(xlabel="parameters", ylabel="loss (nats)")
+    axes.legend()
+    gaps = ", ".join(f"{n} {gap:+.1%}" for n, gap in zip(names, gap_M, strict=True))
+    lines = (
+        f"The law is {law.a:.4g} / N^{law.alpha:.3f} + {law.b:.4g} / T^{law.beta:.2f} "
+        f"+ {law.e:.2f}. Above it (+) or below it (-): {gaps}."
+    )
+    reading = "A dot above its dash is a model that does worse than its size promises."
+    numbers = law._asdict() | {
+        "gaps": dict(zip(names, gap_M, strict=True)),
+        "predicted": dict(zip(names, predicted_M, strict=True)),
+    }
+    figures = [report.Figure("scaling-law", figure, reading)]
+    return report.Section("Scaling law", lines, figures, numbers)

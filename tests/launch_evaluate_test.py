@@ -1,0 +1,123 @@
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from softbottle import evaluate, state, train
+from softbottle import config as configs
+from softbottle.data import corpus
+
+ROOT = pathlib.Path(__file__).parents[1]
+SEGMENT, WINDOW = 7, 13
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_compilation():
+    generator = jax.config.jax_default_prng_impl
+    jax.config.update("jax_default_prng_impl", "unsafe_rbg")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_default_prng_impl", generator)
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(scope="module")
+def workdir(tmp_path_factory):
+    """A run of two steps on a text of its own."""
+    folder = tmp_path_factory.mktemp("text")
+    random = np.random.default_rng(0)
+    for name, count in {"train": 127, "valid": 41, "test": 43}.items():
+        words = [f"w{word}" for word in random.integers(0, 7, count)]
+        (folder / f"{name}.txt").write_text(" ".join(words))
+    config = configs.Config()
+    config.data.name, config.data.path = "text", str(folder)
+    config.data.cache, config.data.vocab_size = str(folder / "cache"), 9
+    config.data.rows, config.data.length = 3, 5
+    config.data.eval_rows, config.data.eval_length = 3, 17
+    config.model.backbone, config.model.embed_dim = "window", 3
+    config.model.hidden_dim, config.model.last_dim = 5, 7
+    config.head.components = 2
+    config.train.steps = config.train.eval_every = 2
+    workdir = tmp_path_factory.mktemp("run")
+    train.run(config, workdir)
+    return workdir
+
+
+@pytest.fixture(scope="module")
+def answers(workdir):
+    """(exit code, stdout, stderr) of both programs; side by side, for speed."""
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "JAX_PLATFORMS": "cpu",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+    }
+    commands = {
+        "evaluate": ("--split", "test", "--dynamic", "--cache")
+        + ("--segment", str(SEGMENT), "--window", str(WINDOW)),
+        "generate": ("--prompt", "-", "--tokens", "11", "--top-k", "3")
+        + ("--top-p", "0.9", "--temperature", "0.8", "--seed", "5"),
+    }
+    prompts = {"evaluate": "", "generate": "w1 zebra w2\n"}
+    started = {
+        name: subprocess.Popen(
+            [sys.executable, f"launch/{name}.py", "--workdir", workdir, *arguments],
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for name, arguments in commands.items()
+    }
+    found = {}
+    for name, process in started.items():
+        output, errors = process.communicate(prompts[name], timeout=300)
+        assert process.returncode == 0, errors[-2000:]
+        found[name] = (output, errors)
+    return found
+
+
+def test_an_evaluation_is_told_in_a_table_and_in_one_line(answers, workdir):
+    *table, line = answers["evaluate"][0].splitlines()
+    found = json.loads(line)
+    ways = ("static", "dynamic", "cache")
+    assert set(found) == {"split", "step", *ways}
+    assert (found["split"], found["step"]) == ("test", 2)
+    assert [row.split()[0] for row in table] == ["way", *ways]
+    for row, way in zip(table[1:], ways, strict=True):
+        numbers = found[way]
+        assert numbers["tokens"] == 43
+        assert numbers["perplexity"] == pytest.approx(np.exp(numbers["loss"]))
+        assert f"{numbers['perplexity']:.3f}" in row
+
+
+def test_the_numbers_are_those_of_the_model_and_the_flags(answers, workdir):
+    found = json.loads(answers["evaluate"][0].splitlines()[-1])
+    run = state.load_run(workdir)
+    ids = corpus.load(run.config.data).test
+    static = evaluate.make_evaluator(run.model)(run.params, ids, 1, 17)
+    pointer = evaluate.Pointer(window=WINDOW)
+    cache = evaluate.evaluate_with_cache(run.model, run.params, ids, 17, pointer)
+    assert found["static"]["loss"] == pytest.approx(static.loss, rel=1e-5)
+    assert found["cache"]["loss"] == pytest.approx(cache.loss, rel=1e-5)
+    # It has learnt a little, and after the first words only.
+    assert found["dynamic"]["loss"] != found["static"]["loss"]
+    assert found["dynamic"]["loss"] == pytest.approx(static.loss, rel=0.1)
+
+
+def test_a_prompt_from_standard_input_is_continued_and_its_unknown_words_named(
+    answers, workdir
+):
+    output, errors = answers["generate"]
+    assert "unknown words: zebra\n" in errors
+    assert output.startswith("w1 zebra w2") and output.endswith("\n")
+    # The end of a line is printed as such.
+    words = output.removesuffix("\n").replace("\n", " <eos> ").split()[3:]
+    assert len(words) == 11
+    assert set(words) <= set(state.load_run(workdir).vocab.words)

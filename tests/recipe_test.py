@@ -1,0 +1,218 @@
+import itertools
+import pathlib
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from softbottle import config as configs
+from softbottle import metrics, state, train
+from softbottle import model as models
+from softbottle.data import corpus
+from softbottle.data.batches import Batch, Stream, widths
+from tests.configs_test import load
+
+PTB = pathlib.Path(__file__).parents[2] / "shared" / "data" / "ptb"
+WORDS, LINE, LINES = 29, 11, {"train": 211, "valid": 31, "test": 31}
+LAYERS = 3
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_compilation():
+    generator = jax.config.jax_default_prng_impl
+    jax.config.update("jax_default_prng_impl", "unsafe_rbg")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_default_prng_impl", generator)
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def make_config(argument="mos", **fields):
+    """The recipe for PTB, all of it, at widths that a test can afford."""
+    config = load("ptb").get_config(argument)
+    model = config.model
+    model.embed_dim, model.hidden_dim, model.last_dim = 7, 13, 11
+    model.compute_dtype, config.head.components = "float32", 3
+    config.data.name, config.data.length, config.data.max_delta = "text", 13, 5
+    config.data.eval_length = 17
+    for path, value in fields.items():
+        section, field = path.split("__")
+        setattr(getattr(config, section), field, value)
+    return config
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """Where a text is that a Markov chain wrote, and where its encoding may go."""
+    folder = tmp_path_factory.mktemp("text")
+    random = np.random.default_rng(0)
+    p_VV = random.dirichlet(np.full(WORDS, 0.05), WORDS)
+    for name, count in LINES.items():
+        lines, word = [], 0
+        for _ in range(count):
+            words = []
+            for _ in range(LINE):
+                word = random.choice(WORDS, p=p_VV[word])
+                words.append(f"w{word}")
+            lines.append(" ".join(words))
+        (folder / f"{name}.txt").write_text("\n".join(lines) + "\n")
+    return {"data__path": str(folder), "data__cache": str(folder / "cache")}
+
+
+@pytest.fixture(scope="module")
+def trained(text, tmp_path_factory):
+    """(config, workdir, summary, compiled shapes of the step) of a run from scratch."""
+    workdir = tmp_path_factory.mktemp("run")
+    steps, make_step = [], train.make_step
+
+    def watched(*arguments):
+        steps.append(make_step(*arguments))
+        return steps[-1]
+
+    config = make_config(optim__patience=1, train__epochs=EPOCHS, **text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "make_step", watched)
+        summary = train.run(config, workdir)
+    return config, workdir, summary, steps[0]._cache_size()
+
+
+EPOCHS = 12
+
+
+def validations(workdir):
+    return [line for line in metrics.read(workdir) if "valid_loss" in line]
+
+
+def no_better(losses, patience):
+    """The first index at which the authors' condition holds."""
+    for index, loss in enumerate(losses):
+        logs = losses[:index]
+        if len(logs) > patience and loss > min(logs[:-patience]):
+            return index
+    return None
+
+
+def test_the_validation_loss_falls_steadily(trained):
+    losses = [line["valid_loss"] for line in validations(trained[1])]
+    print(losses)
+    assert len(losses) == EPOCHS
+    assert losses[0] < np.log(WORDS + 1)
+    early = losses[: EPOCHS // 2]
+    assert all(later < sooner for sooner, later in itertools.pairwise(early))
+    assert min(losses) < losses[0] - 0.3
+    assert trained[2]["valid_perplexity"] == pytest.approx(np.exp(min(losses)))
+
+
+def test_lengths_vary_and_only_four_shapes_of_the_step_are_compiled(trained):
+    config, _, _, compiled = trained
+    data = config.data
+    assert len(widths(data.length, data.max_delta)) == 4
+    assert 1 < compiled <= 4
+
+
+def test_averaging_begins_when_the_authors_rule_says(trained):
+    lines = validations(trained[1])
+    switch = no_better([line["valid_loss"] for line in lines], 1)
+    assert switch is not None and switch + 1 < EPOCHS
+    averaging = [line["averaging"] for line in lines]
+    assert averaging == [epoch > switch for epoch in range(EPOCHS)]
+
+
+def test_finetuning_averages_from_its_first_step_and_stops_by_its_rule(
+    trained, text, tmp_path
+):
+    _, start, before, _ = trained
+    config = make_config(
+        "mos,finetune",
+        train__init_from=str(start),
+        train__stop_patience=1,
+        train__epochs=40,
+        **text,
+    )
+    summary = train.run(config, tmp_path)
+    lines = validations(tmp_path)
+    losses = [line["valid_loss"] for line in lines]
+    print(losses)
+    assert all(line["averaging"] for line in lines)
+    assert len(losses) == no_better(losses, 1) + 1 < 40
+    # From where the run before had come to, not from the beginning.
+    assert losses[0] < validations(start)[0]["valid_loss"]
+    assert summary["valid_perplexity"] < 1.1 * before["valid_perplexity"]
+
+
+def make_batch(rows=3, length=5):
+    ids_BS = np.random.default_rng(0).integers(0, WORDS, (rows, length + 1), np.int32)
+    ones_BS = np.ones((rows, length), np.float32)
+    return Batch(ids_BS[:, :-1], ids_BS[:, 1:], ones_BS, ones_BS.astype(np.int32))
+
+
+@pytest.fixture(scope="module")
+def dropped():
+    """(model, params, batch, carry) where weight drop is the only noise."""
+    config, plain = make_config(), make_config()
+    for name in ("rows", "input", "hidden", "output", "latent"):
+        setattr(config.regularise, name, 0.0)
+    plain.regularise = configs.Regularise()
+    model, plain_model = (models.make(c, WORDS) for c in (config, plain))
+    params = jax.jit(model.init)(jax.random.key(0))
+    batch = make_batch()
+    return model, plain_model, params, batch, model.initial_carry(3)
+
+
+def test_weight_drop_is_on_in_training_in_every_layer(dropped):
+    model, _, params, batch, carry = dropped
+
+    @jax.jit
+    def measure(params, key):
+        return jax.value_and_grad(
+            lambda params: model.loss(params, batch, carry, key)[0].total
+        )(params)
+
+    (one, grads), (other, _), (again, _) = (
+        measure(params, jax.random.key(seed)) for seed in (1, 2, 1)
+    )
+    assert one != other and one == again
+    for layer in range(LAYERS):
+        weights = grads["backbone"][f"layer_{layer}"]
+        # A dropped weight has no gradient; half of them are dropped.
+        dropped_share = jnp.mean(weights["recurrent_HG"] == 0)
+        size = weights["recurrent_HG"].size
+        assert abs(dropped_share - 0.5) < 4 * np.sqrt(0.25 / size)
+        assert jnp.all(weights["input_IG"] != 0)
+
+
+def test_weight_drop_is_off_in_evaluation(dropped):
+    model, plain, params, batch, carry = dropped
+    nll_BS, after = jax.jit(model.nll)(params, batch, carry)
+    expected = jax.jit(plain.nll)(params, batch, carry)
+    chex.assert_trees_all_equal((nll_BS, after), expected)
+    training = jax.jit(model.loss)(params, batch, carry, jax.random.key(1))[0].total
+    assert abs(training - jnp.sum(nll_BS)) > 1e-4 * training
+
+
+@pytest.mark.skipif(not PTB.is_dir(), reason=f"there is no PTB in {PTB}")
+def test_ptb_is_read_as_the_matrix_of_the_reference(tmp_path):
+    config = load("ptb").get_config("mos")
+    config.data.path, config.data.cache = str(PTB), str(tmp_path)
+    data = configs.validate(config).data
+    text = corpus.load(data)
+    assert len(text.vocab) == 10_000
+    assert [len(ids) for ids in text[:3]] == [929_589, 73_760, 82_430]
+    stream = Stream(
+        text.train,
+        data.rows,
+        data.length,
+        variable=data.variable,
+        max_delta=data.max_delta,
+        seed=config.seed,
+    )
+    assert (stream.columns, data.rows) == (77_465, 12)
+    matrix_BS = text.train[: 77_465 * 12].reshape(12, 77_465)
+    batch = stream.next()
+    columns = int(batch.weights_BS[0].sum())
+    chex.assert_trees_all_equal(
+        (batch.ids_BS[:, :columns], batch.labels_BS[:, :columns]),
+        (matrix_BS[:, :columns], matrix_BS[:, 1 : columns + 1]),
+    )
