@@ -37,7 +37,9 @@ def read(config, path):
 
 
 def test_every_config_file_is_tested_here():
-    assert {path.stem for path in FOLDER.glob("*.py")} == {name for name, _ in ARGUMENTS}
+    assert {path.stem for path in FOLDER.glob("*.py")} == {
+        name for name, _ in ARGUMENTS
+    }
 
 
 @pytest.mark.parametrize("name", ["ptb", "wt2", "lm1b", "quickstart"])

@@ -111,7 +111,7 @@ def statistics(p, ids):
         for index, row in enumerate(rows):
             piece = row[first : first + LENGTH]
             if piece:
-                _, added, pasts[index] = segment(p, *zip(*piece), pasts[index])
+                _, added, pasts[index] = segment(p, *np.array(piece).T, pasts[index])
                 grads = {name: grads[name] + added[name] for name in p}
                 words += len(piece)
         squares = {name: squares[name] + (grads[name] / words) ** 2 for name in p}
@@ -164,9 +164,7 @@ def test_statistics_are_root_mean_squares_of_the_gradients_of_batches(model):
     settings = dynamic.Settings(length=LENGTH, rows=ROWS)
     found = dynamic.root_mean_squares(functions, params, TRAIN, settings)
     chex.assert_trees_all_equal_shapes(found, params)
-    chex.assert_trees_all_close(
-        named(found), statistics(named(params), TRAIN), **CLOSE
-    )
+    chex.assert_trees_all_close(named(found), statistics(named(params), TRAIN), **CLOSE)
 
 
 # The pull is that of the rule, or bounded by 1 / decay for almost all parameters.
@@ -205,9 +203,7 @@ def test_no_dropout_and_no_weight_drop_has_a_part_in_it():
     found = []
     for rates in ({}, {name: 0.5 for name in names}):
         functions, params = make("awd_lstm", **rates)
-        found.append(
-            dynamic.evaluate(functions, params, TRAIN, TEST, settings)
-        )
+        found.append(dynamic.evaluate(functions, params, TRAIN, TEST, settings))
     assert found[0] == found[1]
 
 

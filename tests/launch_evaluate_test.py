@@ -8,8 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from softbottle import evaluate, state, train
 from softbottle import config as configs
+from softbottle import evaluate, state, train
 from softbottle.data import corpus
 
 ROOT = pathlib.Path(__file__).parents[1]

@@ -1,4 +1,3 @@
-import itertools
 import pathlib
 
 import chex
@@ -8,15 +7,16 @@ import numpy as np
 import pytest
 
 from softbottle import config as configs
-from softbottle import metrics, state, train
+from softbottle import metrics, train
 from softbottle import model as models
-from softbottle.data import corpus
-from softbottle.data.batches import Batch, Stream, widths
+from softbottle.data import batches, corpus
+from softbottle.data.batches import Batch, Stream
 from tests.configs_test import load
 
 PTB = pathlib.Path(__file__).parents[2] / "shared" / "data" / "ptb"
-WORDS, LINE, LINES = 29, 11, {"train": 211, "valid": 31, "test": 31}
-LAYERS = 3
+WORDS, LINE, LINES = 13, 23, {"train": 101, "valid": 31, "test": 7}
+EPOCHS, LAYERS, DROP, WIDTHS = 9, 2, 0.5, 2
+RATES = ("rows", "input", "hidden", "output", "latent", "recurrent")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -33,10 +33,13 @@ def make_config(argument="mos", **fields):
     """The recipe for PTB, all of it, at widths that a test can afford."""
     config = load("ptb").get_config(argument)
     model = config.model
-    model.embed_dim, model.hidden_dim, model.last_dim = 7, 13, 11
+    model.embed_dim, model.hidden_dim, model.last_dim = 16, 13, 32
     model.compute_dtype, config.head.components = "float32", 3
-    config.data.name, config.data.length, config.data.max_delta = "text", 13, 5
+    config.data.name, config.data.length, config.data.max_delta = "text", 9, 1
     config.data.eval_length = 17
+    # A narrow layer can spare few of its units.
+    for name in RATES:
+        setattr(config.regularise, name, getattr(config.regularise, name) / 4)
     for path, value in fields.items():
         section, field = path.split("__")
         setattr(getattr(config, section), field, value)
@@ -71,14 +74,14 @@ def trained(text, tmp_path_factory):
         steps.append(make_step(*arguments))
         return steps[-1]
 
-    config = make_config(optim__patience=1, train__epochs=EPOCHS, **text)
+    config = make_config(
+        model__layers=1, optim__patience=1, train__epochs=EPOCHS, **text
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "make_step", watched)
+        patch.setattr(batches, "WIDTHS", WIDTHS)  # each is seconds of compiling
         summary = train.run(config, workdir)
     return config, workdir, summary, steps[0]._cache_size()
-
-
-EPOCHS = 12
 
 
 def validations(workdir):
@@ -94,24 +97,26 @@ def no_better(losses, patience):
     return None
 
 
+@pytest.mark.slow
 def test_the_validation_loss_falls_steadily(trained):
     losses = [line["valid_loss"] for line in validations(trained[1])]
-    print(losses)
     assert len(losses) == EPOCHS
-    assert losses[0] < np.log(WORDS + 1)
-    early = losses[: EPOCHS // 2]
-    assert all(later < sooner for sooner, later in itertools.pairwise(early))
-    assert min(losses) < losses[0] - 0.3
+    # At so high a rate single epochs stray; the best of each third does not.
+    thirds = [min(losses[start : start + 3]) for start in (0, 3, 6)]
+    assert np.log(WORDS + 1) > losses[0] > thirds[0] > thirds[1] > thirds[2]
+    assert min(losses) < losses[0] - 1
     assert trained[2]["valid_perplexity"] == pytest.approx(np.exp(min(losses)))
 
 
-def test_lengths_vary_and_only_four_shapes_of_the_step_are_compiled(trained):
+@pytest.mark.slow
+def test_lengths_vary_and_a_step_is_compiled_for_each_padded_width_alone(trained):
     config, _, _, compiled = trained
-    data = config.data
-    assert len(widths(data.length, data.max_delta)) == 4
-    assert 1 < compiled <= 4
+    lengths = range(5, config.data.length + config.data.max_delta + 1)
+    assert len(lengths) == 6
+    assert compiled == WIDTHS < batches.WIDTHS == 4
 
 
+@pytest.mark.slow
 def test_averaging_begins_when_the_authors_rule_says(trained):
     lines = validations(trained[1])
     switch = no_better([line["valid_loss"] for line in lines], 1)
@@ -120,6 +125,7 @@ def test_averaging_begins_when_the_authors_rule_says(trained):
     assert averaging == [epoch > switch for epoch in range(EPOCHS)]
 
 
+@pytest.mark.slow
 def test_finetuning_averages_from_its_first_step_and_stops_by_its_rule(
     trained, text, tmp_path
 ):
@@ -128,15 +134,16 @@ def test_finetuning_averages_from_its_first_step_and_stops_by_its_rule(
         "mos,finetune",
         train__init_from=str(start),
         train__stop_patience=1,
-        train__epochs=40,
+        train__epochs=30,
+        model__layers=1,
+        data__variable=False,  # one shape to compile
         **text,
     )
     summary = train.run(config, tmp_path)
     lines = validations(tmp_path)
     losses = [line["valid_loss"] for line in lines]
-    print(losses)
     assert all(line["averaging"] for line in lines)
-    assert len(losses) == no_better(losses, 1) + 1 < 40
+    assert len(losses) == no_better(losses, 1) + 1 < 30
     # From where the run before had come to, not from the beginning.
     assert losses[0] < validations(start)[0]["valid_loss"]
     assert summary["valid_perplexity"] < 1.1 * before["valid_perplexity"]
@@ -150,13 +157,13 @@ def make_batch(rows=3, length=5):
 
 @pytest.fixture(scope="module")
 def dropped():
-    """(model, params, batch, carry) where weight drop is the only noise."""
-    config, plain = make_config(), make_config()
-    for name in ("rows", "input", "hidden", "output", "latent"):
-        setattr(config.regularise, name, 0.0)
-    plain.regularise = configs.Regularise()
+    """Models with weight drop and without, params, batch and carry; no other noise."""
+    config, plain = (make_config(model__layers=LAYERS) for _ in range(2))
+    config.regularise, plain.regularise = configs.Regularise(), configs.Regularise()
+    config.regularise.recurrent = DROP
     model, plain_model = (models.make(c, WORDS) for c in (config, plain))
     params = jax.jit(model.init)(jax.random.key(0))
+    params = jax.tree.map(lambda leaf: 3 * leaf, params)  # so that states matter
     batch = make_batch()
     return model, plain_model, params, batch, model.initial_carry(3)
 
@@ -179,7 +186,7 @@ def test_weight_drop_is_on_in_training_in_every_layer(dropped):
         # A dropped weight has no gradient; half of them are dropped.
         dropped_share = jnp.mean(weights["recurrent_HG"] == 0)
         size = weights["recurrent_HG"].size
-        assert abs(dropped_share - 0.5) < 4 * np.sqrt(0.25 / size)
+        assert abs(dropped_share - DROP) < 4 * np.sqrt(DROP * (1 - DROP) / size)
         assert jnp.all(weights["input_IG"] != 0)
 
 

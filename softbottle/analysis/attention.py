@@ -5,19 +5,21 @@ vectors and s = sum_{i in I} alpha_i x_i the selected sum (Mudarisov, Burtsev, P
 and State, 2025, whose questions these are). The distance of s from all that was left
 out, and a bound of our own, are
 
-    d~ = sum_{i not in I} ||alpha_i x_i - s||  <=  d_1 (1 - A) + M ((L - N) A - (1 - A)),
+    d~ = sum_{i not in I} ||alpha_i x_i - s||
+       <= d_1 (1 - A) + M ((L - N) A - (1 - A)),
 
 d_1 the largest distance of a token outside from one inside, M the largest norm inside.
 Proof: s = A c with c a convex combination of the selected vectors, so that
 alpha_i x_i - s = alpha_i (x_i - c) + (alpha_i - A) c. Its norm is at most
-alpha_i d_1 + (A - alpha_i) M, since c is in their hull and alpha_i <= A; add up over the
-L - N tokens outside, whose weights sum to 1 - A. Both terms vanish at N = L, and the
-second grows as L for a fixed N.
+alpha_i d_1 + (A - alpha_i) M, since c is in their hull and alpha_i <= A; add up over
+the L - N tokens outside, whose weights sum to 1 - A. Both terms vanish at N = L, and
+the second grows as L for a fixed N.
 
 Softmax weights at temperature T change with the logits l by J = (diag alpha -
-alpha alpha') / T. For a unit vector v, v'Jv = Var_alpha(v) / T <= (max v - min v)^2 / 4T
-<= 1 / 2T, and alpha = (1/2, 1/2) attains it. The 1 / 4T in the literature bounds the
-entries of J, not its norm. Two probability vectors are at most sqrt 2 apart, so
+alpha alpha') / T. For a unit vector v, v'Jv = Var_alpha(v) / T, at most
+(max v - min v)^2 / 4T <= 1 / 2T, and alpha = (1/2, 1/2) attains it. The 1 / 4T in the
+literature bounds the entries of J, not its norm. Two probability vectors are at most
+sqrt 2 apart, so
 
     g(T, eps) = ||alpha(l + eps v) - alpha(l)|| / eps  <=  min(1 / 2T, sqrt 2 / eps).
 """
@@ -32,6 +34,14 @@ from scipy import stats
 from softbottle.analysis import normalisers, report
 
 _LEVEL = 0.01  # of the test that calls two samples of distances different
+_CAPTION = (
+    "Top left: how far the selected sum is from what was left out, and its bound "
+    "(dashed). Top right: selected tokens nearer to it than any other (lines), bounds "
+    "for softmax of random vectors as we reconstruct them (shade), and how far the "
+    "selected weights are from equal (dotted). Bottom left: the largest weight as the "
+    "text grows, beside 1/L (thin) and what bounded logits allow softmax (dotted). "
+    "Bottom right: how sharply softmax weights answer their logits."
+)
 
 
 class Selection(NamedTuple):
@@ -44,8 +54,9 @@ class Selection(NamedTuple):
         inside_R: N_s / N, the share of selected alpha_i x_i no farther from s than the
             nearest one outside.
         inside_lower_R: of its expectation, for tokens uniform on a sphere.
-        inside_upper_R: likewise; both are reconstructed from the second theorem's
-            proof and were not checked against its text.
+        inside_upper_R: likewise; both are reconstructed from a sketch of the second
+            theorem's proof. They hold on spheres in our tests, not elsewhere: vectors
+            with a common mean exceed the upper one.
         uneven_R: total variation between the selected weights and uniform ones.
     """
 
@@ -135,7 +146,7 @@ def selection(weights_RL: np.ndarray, values_LD: np.ndarray, count: int) -> Sele
 def critical_count(
     weights_RL: np.ndarray, values_LD: np.ndarray, counts: Sequence[int], seed: int = 0
 ) -> int | None:
-    """The first count at which choosing the largest weights looks like choosing blindly.
+    """The first count at which the largest weights look like a blind choice.
 
     The distances d~ of the rows are compared with those of one random set of as many
     tokens for each row, by a Kolmogorov-Smirnov test at the level 0.01; None if it
@@ -221,7 +232,13 @@ def section(found: Limits) -> report.Section:
     for name, some in found.selections.items():
         _draw_selections(distance, inside, name, found.counts_N, some)
         length.loglog(found.lengths_N, found.largest_N[name], label=name)
-    length.loglog(found.lengths_N, found.law_N2[:, 1].clip(max=1), "k:", label="law")
+    lower, upper = (
+        [getattr(one, field).mean() for one in found.selections["softmax"]]
+        for field in ("inside_lower_R", "inside_upper_R")
+    )
+    inside.fill_between(found.counts_N, lower, upper, color="grey", alpha=0.15)
+    length.loglog(found.lengths_N, found.law_N2[:, 1].clip(max=1), "k:")
+    length.loglog(found.lengths_N, 1 / found.lengths_N, "k-", linewidth=0.8)
     t_N = found.temperatures_N
     gradient.loglog(t_N, found.sensitivity_N, marker="o", label="measured, largest")
     gradient.loglog(t_N, 1 / (2 * t_N), "k-", label="1/(2T), the bound")
@@ -232,12 +249,6 @@ def section(found: Limits) -> report.Section:
     gradient.set(xlabel="temperature", ylabel="change of weights by logit")
     for axes in (distance, inside, length, gradient):
         axes.legend(fontsize="small")
-    caption = (
-        "Top left: how far the selected sum is from what was left out, and its bound "
-        "(dashed). Top right: selected tokens nearer to it than any other (line) and "
-        "how far their weights are from equal (dotted). Below: the largest weight as "
-        "the text grows, and how sharply softmax weights answer their logits."
-    )
     firsts = "; ".join(
         f"{name}: {'none of those tried' if count is None else count}"
         for name, count in found.critical.items()
@@ -246,7 +257,7 @@ def section(found: Limits) -> report.Section:
         "Attention can single out only so many tokens. Number of tokens from which "
         f"picking the largest weights looks like picking blindly: {firsts}."
     )
-    figures = [report.Figure("attention-limits", figure, caption)]
+    figures = [report.Figure("attention-limits", figure, _CAPTION)]
     numbers = found._asdict()
     numbers["selections"] = {
         name: [one._asdict() for one in some] for name, some in found.selections.items()
@@ -279,7 +290,7 @@ def _separability(picked_RN, radius_R1, radius_of_sphere, delta):
 
     xi_i^2 = M^2 sum_{j != i} alpha_j^2
              + (M^2 - delta^2 / 2) sum_{j != k, neither i} alpha_j alpha_k
-    is the expected square of ||alpha_i x_i - s||, over selected j and k.
+    stands for the expected square of ||alpha_i x_i - s||; j and k are selected.
     """
     squares_RN = np.sum(picked_RN**2, axis=-1, keepdims=True) - picked_RN**2
     pairs_RN = (picked_RN.sum(axis=-1, keepdims=True) - picked_RN) ** 2 - squares_RN

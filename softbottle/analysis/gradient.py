@@ -1,6 +1,7 @@
 """How much of the gradient of the logits can reach the trunk through the head.
 
-    d nll / d z_k = r_k (p_k - onehot(label)) * g'(z_k),   d nll / d context_k = W' (it),
+    d_k = d nll / d z_k = r_k (p_k - onehot(label)) * g'(z_k)
+    d nll / d context_k = W' d_k
 
 r_k the posterior of component k given the label. W' sees only what lies in the column
 space of W, E dimensions of V: with Q its orthonormal basis,
@@ -12,6 +13,7 @@ says. A gradient without any relation to W would keep sqrt(E / V). The mixture w
 are a second way to the trunk, of K dimensions, which is not counted here.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -90,20 +92,19 @@ def measure(
             f"the head has {width} directions; ranks must be in [1, {width}], got "
             f"{list(ranks)}."
         )
+    fixed = (*arrays[2:], basis_VE, activation.theta, activation.apply)
     chunks = [
-        _squares(*(a[at : at + CHUNK] for a in tokens), *arrays[2:], basis_VE, *g)
-        for tokens in [(labels_T, *arrays[:2])]
-        for g in [(activation.theta, activation.apply)]
-        for at in range(0, len(labels_T), CHUNK)
+        _squares(labels_T[chunk], arrays[0][chunk], arrays[1][chunk], *fixed)
+        for chunk in _chunks(len(labels_T))
     ]
     parts = (np.concatenate(part) for part in zip(*chunks, strict=True))
     part_TKE, whole_TK, responsibility_TK = (np.asarray(a, np.float64) for a in parts)
-    share = np.cumsum(part_TKE.sum(axis=(0, 1))) / whole_TK.sum()
+    share = np.square(_kept(np.cumsum(part_TKE.sum(axis=(0, 1))), whole_TK.sum()))
     return Gradient(
-        np.sqrt(part_TKE.sum(axis=(1, 2)) / whole_TK.sum(axis=1)),
+        _kept(part_TKE.sum(axis=(1, 2)), whole_TK.sum(axis=1)),
         float(np.sqrt(share[-1])),
         float(np.sqrt(max(1 - share[-1], 0.0))),
-        np.sqrt(part_TKE.sum(axis=(0, 2)) / whole_TK.sum(axis=0)),
+        _kept(part_TKE.sum(axis=(0, 2)), whole_TK.sum(axis=0)),
         responsibility_TK.mean(axis=0),
         {int(r): float(np.sqrt(share[r - 1])) for r in ranks},
         width,
@@ -166,7 +167,16 @@ def section(found: dict[str, Gradient]) -> report.Section:
     return report.Section("Gradient", " ".join(lines), figures, numbers)
 
 
-@jax.jit(static_argnames="apply")
+def _chunks(tokens):
+    return [slice(at, at + CHUNK) for at in range(0, tokens, CHUNK)]
+
+
+def _kept(part, whole):
+    """The norm fraction of squares; NaN where there is no gradient to keep."""
+    return np.sqrt(part / np.where(whole > 0, whole, np.nan))
+
+
+@functools.partial(jax.jit, static_argnames="apply")
 def _squares(
     labels_C, log_prior_CK, context_CKE, table_VE, bias_V, basis_VE, theta, apply
 ):

@@ -9,7 +9,8 @@
 The singular entropy is the divergence of the head's normalised spectrum from a flat
 one: 0 when all r singular values are equal, log r when only one is left. A curve turns
 where it is lowest; Godey et al. see the loss of small models turn late in training,
-and the entropy and the anisotropy rise with it.
+and the entropy and the anisotropy rise with it. A dimension that stands far out at
+every position peaks at about sqrt(D - 1), since it is itself part of the deviation.
 """
 
 from collections.abc import Iterable, Sequence
@@ -63,8 +64,8 @@ class Turn(NamedTuple):
     Attributes:
         step: the estimate; the curve's lowest end if it does not turn.
         interval: that holds 95% of the bootstrap's draws.
-        turned: whether the minimum lies inside and at least 97.5% of the draws rise
-            after it.
+        turned: whether the minimum lies inside and at least 97.5% of the draws fall
+            before theirs and rise after it.
         draws: steps estimated from resampled residuals.
     """
 
@@ -160,8 +161,10 @@ def turn(step_M: np.ndarray, value_M: np.ndarray, seed: int = 0) -> Turn:
 
         y = a + b min(x' - x, 0) + c max(x' - x, 0),
 
-    and x is the estimate. Fits to the same lines plus resampled residuals give the
-    interval. Two lines through the whole curve would find the end of its first fall.
+    with b <= 0 where that can be, and x is the estimate. Fits to the same lines plus
+    resampled residuals give the interval: it holds the noise and the spacing, not the
+    error of taking a round minimum for a corner, where it is too narrow. Two lines
+    through the whole curve would find the end of its first fall.
 
     Raises:
         ValueError: if the steps do not rise, or there are fewer than nine.
@@ -178,10 +181,13 @@ def turn(step_M: np.ndarray, value_M: np.ndarray, seed: int = 0) -> Turn:
     x_W, y_W = x_M[near], value_M[near]
     knots, _, fitted_1W = _hinges(x_W, y_W[None])
     residual_W = (y_W - fitted_1W[0]) * np.sqrt(len(y_W) / (len(y_W) - 4))
-    drawn_BW = np.random.default_rng(seed).choice(residual_W, (DRAWS, len(y_W)))
-    draws, slopes, _ = _hinges(x_W, fitted_1W + drawn_BW)
+    rng = np.random.default_rng(seed)
+    drawn_BW = rng.choice(residual_W, (DRAWS, len(y_W)))
+    draws, theta_B3, _ = _hinges(x_W, fitted_1W + drawn_BW)
+    # No estimate is finer than the distance between two checkpoints.
+    draws = draws + np.mean(np.diff(x_W)) * rng.uniform(-0.5, 0.5, DRAWS)
     low, high = np.quantile(draws, (0.025, 0.975))
-    turned = np.mean(slopes > 0) >= 0.975
+    turned = np.mean((theta_B3[:, 1] < 0) & (theta_B3[:, 2] > 0)) >= 0.975
     step, low, high = (float(np.expm1(value)) for value in (knots[0], low, high))
     return Turn(step, (low, high), bool(turned), np.expm1(draws))
 
@@ -266,18 +272,20 @@ def _smoothed(value_M):
 
 
 def _hinges(x_W, y_BW):
-    """Two lines that meet, fitted to each row: knots, second slopes, fitted values."""
+    """Two lines that meet, fitted to each row: knots, (height, slopes), fit."""
     knot_G = np.linspace(x_W[1], x_W[-2], CANDIDATES)
     shift_GW = x_W[None] - knot_G[:, None]
     basis_GW3 = np.stack(
         [np.ones_like(shift_GW), np.minimum(shift_GW, 0), np.maximum(shift_GW, 0)], -1
     )
-    q_GW3, _ = np.linalg.qr(basis_GW3)
-    explained_BG = np.square(np.einsum("gwi,bw->bgi", q_GW3, y_BW)).sum(axis=-1)
-    best_B = explained_BG.argmax(axis=1)
-    theta_B3 = np.einsum("biw,bw->bi", np.linalg.pinv(basis_GW3)[best_B], y_BW)
-    fitted_BW = np.einsum("bwi,bi->bw", basis_GW3[best_B], theta_B3)
-    return knot_G[best_B], theta_B3[:, 2], fitted_BW
+    theta_BG3 = np.einsum("giw,bw->bgi", np.linalg.pinv(basis_GW3), y_BW)
+    error_BGW = np.einsum("gwi,bgi->bgw", basis_GW3, theta_BG3) - y_BW[:, None]
+    # A first line that rises is the worst fit: its knot is no end of a fall.
+    rising_BG = theta_BG3[..., 1] > 0
+    best_B = np.lexsort((np.square(error_BGW).sum(axis=-1), rising_BG), axis=1)[:, 0]
+    rows = np.arange(len(y_BW))
+    fitted_BW = error_BGW[rows, best_B] + y_BW
+    return knot_G[best_B], theta_BG3[rows, best_B], fitted_BW
 
 
 def _checked(name, matrix):

@@ -1,0 +1,193 @@
+"""All the instruments on one thing: trained runs side by side, or bare arrays."""
+
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from softbottle.analysis import argmax, gradient, ngram, rank, saturation
+from softbottle.analysis.report import Section
+from softbottle.data import corpus as corpus_lib
+from softbottle.data.vocab import Corpus
+from softbottle.state import Run, load_run
+
+_DIMENSIONS = 512  # of the text's next-word matrix, at most
+
+
+class Subject(NamedTuple):
+    """A run, its corpus, and the stretch of text that it is looked at on."""
+
+    run: Run
+    corpus: Corpus
+    ids: np.ndarray
+
+
+def of_runs(
+    workdirs: Sequence[pathlib.Path | str],
+    instruments: Sequence[str],
+    split: str = "test",
+    positions: int = 8192,
+    order: int = 2,
+) -> list[Section]:
+    """Sections on one run, or on several side by side.
+
+    Args:
+        workdirs: the runs' folders; a run is called by its folder's name.
+        instruments: names from `INSTRUMENTS`, in the order of the report.
+        split: the text that is read, "train", "valid" or "test".
+        positions: how much of it.
+        order: of the n-grams of the training text.
+
+    Raises:
+        ValueError: for an unknown instrument, a folder without a run, two folders of
+            one name, or a text shorter than two words.
+    """
+    unknown = [name for name in instruments if name not in INSTRUMENTS]
+    if unknown or not instruments:
+        raise ValueError(f"no instrument {unknown}; there are {list(INSTRUMENTS)}.")
+    names = [pathlib.Path(workdir).resolve().name for workdir in workdirs]
+    if len(set(names)) < len(names):
+        raise ValueError(f"the runs need folders of different names, got {names}.")
+    subjects = {
+        name: _subject(workdir, split, positions)
+        for name, workdir in zip(names, workdirs, strict=True)
+    }
+    sections = [INSTRUMENTS[name](subjects, order) for name in instruments]
+    return [section for section in sections if section is not None]
+
+
+def of_arrays(path: pathlib.Path | str) -> list[Section]:
+    """Sections on states and a table from anywhere.
+
+    Args:
+        path: an .npz file with `hidden` [N, D] and `table` [V, D], and if there are
+            any `bias` [V] and `labels` [N].
+
+    Raises:
+        ValueError: if an array is missing, has another shape or is not finite.
+    """
+    with np.load(path) as stored:
+        arrays = dict(stored)
+    missing = {"hidden", "table"} - set(arrays)
+    if missing:
+        raise ValueError(f"{path} lacks {sorted(missing)}; it has {sorted(arrays)}.")
+    hidden_ND, table_VD = arrays["hidden"], arrays["table"]
+    bias_V = arrays.get("bias", np.zeros(len(table_VD), table_VD.dtype))
+    if hidden_ND.ndim != 2 or hidden_ND.shape[1:] != table_VD.shape[1:]:
+        raise ValueError(
+            f"hidden {hidden_ND.shape} and table {table_VD.shape} must be [N, D] and "
+            "[V, D]."
+        )
+    name = pathlib.Path(path).stem
+    layers, head = saturation.layers([hidden_ND]), saturation.head(table_VD)
+    ranks = rank.streamed(_log_softmax_blocks(hidden_ND, table_VD, bias_V))
+    found = rank.HeadRanks(
+        ranks, rank.softmax_bound(table_VD.shape[1], "bias" in arrays), np.nan, None
+    )
+    sections = [
+        rank.section({name: found}),
+        saturation.section({name: layers}, {name: head}),
+    ]
+    if "labels" in arrays:
+        measured = gradient.measure(
+            np.zeros((len(hidden_ND), 1), np.float32),
+            hidden_ND[:, None],
+            table_VD,
+            bias_V,
+            arrays["labels"],
+        )
+        sections.append(gradient.section({name: measured}))
+    return sections
+
+
+def _subject(workdir, split, positions):
+    run = load_run(workdir, "float32")
+    corpus = corpus_lib.load(run.config.data)
+    if corpus.vocab.digest != run.vocab.digest:
+        raise ValueError(f"the corpus of {workdir} is not the one it was trained on.")
+    return Subject(run, corpus, getattr(corpus, split)[: positions + 1])
+
+
+def _rank(subjects, order):
+    del order
+    return rank.section(
+        {name: rank.of_run(one.run, one.ids) for name, one in subjects.items()}
+    )
+
+
+def _saturation(subjects, order):
+    del order
+    states, heads = {}, {}
+    for name, one in subjects.items():
+        parts = [np.asarray(hidden) for hidden, _ in rank.states(one.run, one.ids)]
+        states[name] = saturation.layers([np.concatenate(parts)])
+        heads[name] = saturation.head(_table(one.run)[0])
+    return saturation.section(states, heads)
+
+
+def _gradient(subjects, order):
+    del order
+    return gradient.section(
+        {name: gradient.of_run(one.run, one.ids) for name, one in subjects.items()}
+    )
+
+
+def _argmax(subjects, order):
+    """Only where the words are ranked by one linear map: softmax heads."""
+    del order
+    linear = {
+        name: _table(one.run)
+        for name, one in subjects.items()
+        if one.run.config.head.name in ("softmax", "lowrank")
+    }
+    if not linear:
+        return None
+    reaches = {name: argmax.reach(*table) for name, table in linear.items()}
+    sets = {
+        name: argmax.top_sets(*table, sizes=_sizes(*table[0].shape), trials=20)
+        for name, table in linear.items()
+    }
+    return argmax.section(reaches, sets)
+
+
+def _sizes(vocab, dim):
+    return sorted(
+        {size for size in (1, 2, dim // 4, dim // 2, dim) if 0 < size < vocab}
+    )
+
+
+def _ngram(subjects, order):
+    errors = {}
+    for name, one in subjects.items():
+        text = np.asarray(one.corpus.train)
+        table = ngram.next_word(text, len(one.corpus.vocab), order)
+        dimensions = min(_DIMENSIONS, *table.matrix_CV.shape)
+        errors[f"text of {name}"] = ngram.w_error(table.matrix_CV, dimensions)
+    return ngram.section(errors)
+
+
+def _table(run):
+    """The words' rows of the output table, and their biases."""
+    _, table_VE, bias_V = run.model.output(run.params)
+    words = run.model.options["vocab"]
+    return np.asarray(table_VE[:words]), np.asarray(bias_V[:words])
+
+
+def _log_softmax_blocks(hidden_ND, table_VD, bias_V):
+    for start in range(0, len(hidden_ND), 1024):
+        yield np.asarray(
+            jax.nn.log_softmax(
+                hidden_ND[start : start + 1024] @ table_VD.T + bias_V[None]
+            )
+        )
+
+
+INSTRUMENTS: dict[str, Callable[..., Section | None]] = {
+    "rank": _rank,
+    "saturation": _saturation,
+    "gradient": _gradient,
+    "argmax": _argmax,
+    "ngram": _ngram,
+}
