@@ -7,13 +7,18 @@
 Writes report.html (one file, made to be looked at), report.json and a PNG a figure.
 """
 
+import pathlib
+
 from absl import app, flags, logging
 
 from softbottle.analysis import inspection, report
 
 WORKDIRS = flags.DEFINE_multi_string("workdir", [], "A run; give several to compare.")
 ARRAYS = flags.DEFINE_string(
-    "arrays", None, "An .npz with hidden [N, D], table [V, D], maybe bias and labels."
+    "arrays",
+    None,
+    "An .npz with hidden [N, D] and table [V, D], maybe bias and labels, and/or with "
+    "attention logits [R, L] and values [L, D].",
 )
 OUT = flags.DEFINE_string("out", None, "Where the report goes.", required=True)
 INSTRUMENTS = flags.DEFINE_list(
@@ -32,9 +37,10 @@ def main(arguments: list[str]) -> None:
         raise app.UsageError("give either --workdir or --arrays")
     logging.set_verbosity(logging.WARNING)
     if ARRAYS.value:
-        title, sections = ARRAYS.value, inspection.of_arrays(ARRAYS.value)
+        title = pathlib.Path(ARRAYS.value).name
+        sections = inspection.of_arrays(ARRAYS.value)
     else:
-        title = ", ".join(WORKDIRS.value)
+        title = ", ".join(pathlib.Path(workdir).name for workdir in WORKDIRS.value)
         sections = inspection.of_runs(
             WORKDIRS.value,
             INSTRUMENTS.value,

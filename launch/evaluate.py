@@ -91,10 +91,9 @@ def _ways(run, text, ids):
 
 def _dynamic_settings(run, text):
     numbers = (LEARNING_RATE.value, DECAY.value, EPSILON.value)
-    settings = dynamic.Settings(*numbers)
     if SUMS.value:
-        settings = dynamic.from_sums(*numbers, text.train, run.params)
-    return settings._replace(length=SEGMENT.value)
+        return dynamic.from_sums(*numbers, text.train, run.params, SEGMENT.value)
+    return dynamic.Settings(*numbers, SEGMENT.value)
 
 
 if __name__ == "__main__":

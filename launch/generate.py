@@ -38,6 +38,8 @@ def _continue(run, prompt):
     unknown = [word for word in words if word not in run.vocab.lookup]
     if unknown:
         print(f"unknown words: {' '.join(unknown)}", file=sys.stderr)
+        if run.vocab.unk is None:
+            sys.exit("the model's vocabulary has no <unk> to stand for them.")
     ids = run.vocab.encode(prompt) if prompt else np.zeros(0, np.int32)
     print(prompt, end="", flush=True)
     for word in generate.generate(

@@ -55,17 +55,20 @@ def from_sums(
     epsilon: float,
     train: np.ndarray,
     params: Any,
+    length: int = DEFAULT.length,
 ) -> Settings:
     """Settings given in the older convention of sums.
 
     Args:
         learning_rate, decay, epsilon: in that convention.
-        train: the text behind the statistics (PTB's makes 1,859 batches).
+        train: the text behind the statistics (PTB's makes 1,860 batches).
         params: the model's (17 arrays for MoS).
+        length: words of a segment.
     """
-    root = math.sqrt(_batch_count(train, DEFAULT))
+    settings = DEFAULT._replace(length=length)
+    root = math.sqrt(_batch_count(train, settings))
     arrays = len(jax.tree.leaves(params))
-    return DEFAULT._replace(
+    return settings._replace(
         learning_rate=learning_rate / root,
         decay=decay / arrays,
         epsilon=epsilon / root,
@@ -158,7 +161,8 @@ def _mean_nll(model, params, batch, carry):
 def _decay_rates(scale, decay):
     means = [jnp.mean(ms) for ms in jax.tree.leaves(scale)]
     mean = sum(means) / len(means)
-    return jax.tree.map(lambda ms: jnp.minimum(ms / mean, 1 / decay), scale)
+    most = 1 / decay if decay else math.inf
+    return jax.tree.map(lambda ms: jnp.minimum(ms / mean, most), scale)
 
 
 def _stretches(ids, length) -> Iterator[batches.Batch]:

@@ -112,6 +112,22 @@ def _empty_past(model, params, window):
     return hidden_WD, jnp.zeros(window, jnp.int32), jnp.zeros(window, bool)
 
 
+def states(
+    model: Model, params: Any, ids: np.ndarray
+) -> Iterator[tuple[jax.Array, np.ndarray, np.ndarray]]:
+    """What the trunk makes of a text read as one row, a stretch at a time.
+
+    Yields:
+        (hidden states [C, D] in float32, the words read [C], the words after them [C]).
+    """
+    carry, hidden = model.initial_carry(1), jax.jit(model.hidden)
+    for batch in batches.evaluation(ids, 1, min(1024, len(ids) - 1)):
+        hidden_BSD, carry = hidden(params, batch, carry)
+        real_S = batch.weights_BS[0] > 0
+        hidden_CD = hidden_BSD[0][real_S].astype(jnp.float32)
+        yield hidden_CD, batch.ids_BS[0][real_S], batch.labels_BS[0][real_S]
+
+
 def log_probs(
     model: Model, params: Any, ids: np.ndarray, positions: int
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -122,22 +138,13 @@ def log_probs(
     """
     ids = ids[: positions + 1]
     rows, words = [], []
-    for hidden_TD, previous_T in _states(model, params, ids):
+    for hidden_TD, previous_T, _ in states(model, params, ids):
         rows.append(
             model.head.log_probs(*model.output(params), hidden_TD, **_plain(model))
         )
         words.append(previous_T)
     log_p_TV = np.concatenate([np.asarray(part) for part in rows])
     return log_p_TV[:, : model.options["vocab"]], np.concatenate(words)
-
-
-def _states(model, params, ids) -> Iterator[tuple[jax.Array, np.ndarray]]:
-    carry = model.initial_carry(1)
-    hidden = jax.jit(model.hidden)
-    for batch in batches.evaluation(ids, 1, min(1024, len(ids) - 1)):
-        hidden_BSD, carry = hidden(params, batch, carry)
-        real_S = batch.weights_BS[0] > 0
-        yield hidden_BSD[0][real_S], batch.ids_BS[0][real_S]
 
 
 def _plain(model):

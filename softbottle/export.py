@@ -71,10 +71,12 @@ def read(folder: pathlib.Path | str, workdir: pathlib.Path | str) -> None:
         part.reshape(leaf.shape)
         for part, leaf in zip(np.split(flat, ends[:-1]), leaves, strict=True)
     ]
-    state.write_run(workdir, config, vocab)
+    # The config comes last: without it there is no run, and reading can be repeated.
+    shutil.rmtree(workdir / "best", ignore_errors=True)
     best = checkpoint.Checkpoints(workdir / "best", keep=1)
     best.save(index["step"], jax.tree.unflatten(tree, values), {"step": index["step"]})
     best.close()
+    state.write_run(workdir, config, vocab)
 
 
 def _part(path, sha):

@@ -74,7 +74,7 @@ def truncated(log_p_V: jax.Array, top_k: int, top_p: float) -> jax.Array:
     before_V = jnp.cumsum(jnp.exp(ordered_V)) - jnp.exp(ordered_V)
     # The word that crosses the mass still belongs to the set.
     kept = jnp.sum(before_V < top_p) if top_p < 1 else log_p_V.shape[0]
-    kept = jnp.minimum(kept, top_k) if top_k else kept
+    kept = jnp.minimum(kept, top_k) if top_k else jnp.maximum(kept, 1)
     return jnp.where(log_p_V >= ordered_V[kept - 1], log_p_V, -jnp.inf)
 
 

@@ -79,6 +79,30 @@ def load_run(workdir: pathlib.Path | str, compute_dtype: str | None = None) -> R
     return Run(config, vocab, functions, params, host["step"])
 
 
+def check_same_model(run: Run, config: config_lib.Config, vocab: Vocab) -> None:
+    """Raise unless a run's parameters mean the same under another config.
+
+    Raises:
+        ValueError: naming the fields that differ, or the vocabulary.
+    """
+    if run.vocab.digest != vocab.digest:
+        raise ValueError(
+            f"the run to start from knows {len(run.vocab):,} words that are not the "
+            f"{len(vocab):,} of this corpus."
+        )
+    how = ("model.compute_dtype", "model.remat", "model.scan_layers", "head.budget_mib")
+    different = [
+        line
+        for line in config_lib.differences(config, config_lib.to_dict(run.config))
+        if line.startswith(("model.", "head."))
+        and not line.startswith((*how, "head.implementation"))
+    ]
+    if different:
+        raise ValueError(
+            "the run to start from is another model; " + "; ".join(different)
+        )
+
+
 def _check_same(workdir, config, stored):
     """How long a run is and what it prints may change; what it computes may not."""
     free = ("train.", "data.path", "data.cache")

@@ -233,6 +233,7 @@ def _start(trainer):
         history = History(**host["history"])
     elif config.train.init_from:
         start = state_lib.load_run(config.train.init_from)
+        state_lib.check_same_model(start, config, trainer.corpus.vocab)
         opt_state = jax.jit(optim.make(config.optim).init)(start.params)
         state = state.replace(params=start.params, opt_state=opt_state)
     # What was kept after the step that we go on from will be met again.

@@ -22,7 +22,8 @@ import jax.numpy as jnp
 import matplotlib.figure
 import numpy as np
 
-from softbottle.analysis import rank, report
+from softbottle import evaluate
+from softbottle.analysis import report
 from softbottle.ops.activations import SOFTMAX, Activation
 from softbottle.state import Run
 
@@ -128,8 +129,8 @@ def of_run(
     run: Run, ids: np.ndarray, positions: int = 1024, ranks: Sequence[int] = ()
 ) -> Gradient:
     """The measure along the start of a text."""
-    parts = list(rank.states(run, ids[: positions + 1]))
-    hidden_TD, labels_T = (np.concatenate(part) for part in zip(*parts, strict=True))
+    parts = list(evaluate.states(run.model, run.params, ids[: positions + 1]))
+    hidden_TD, _, labels_T = (np.concatenate(part) for part in zip(*parts, strict=True))
     params, table_VE, bias_V = run.model.output(run.params)
     words = run.model.options["vocab"]
     mixture = run.model.head.mix(params, jnp.asarray(hidden_TD))

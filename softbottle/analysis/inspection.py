@@ -7,7 +7,8 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from softbottle.analysis import argmax, gradient, ngram, rank, saturation
+from softbottle import evaluate
+from softbottle.analysis import argmax, attention, gradient, ngram, rank, saturation
 from softbottle.analysis.report import Section
 from softbottle.data import corpus as corpus_lib
 from softbottle.data.vocab import Corpus
@@ -59,20 +60,41 @@ def of_runs(
 
 
 def of_arrays(path: pathlib.Path | str) -> list[Section]:
-    """Sections on states and a table from anywhere.
+    """Sections on a head's or an attention layer's arrays from anywhere.
 
     Args:
         path: an .npz file with `hidden` [N, D] and `table` [V, D], and if there are
-            any `bias` [V] and `labels` [N].
+            any `bias` [V] and `labels` [N]; or with attention `logits` [R, L] and
+            `values` [L, D]; or with all of these.
 
     Raises:
         ValueError: if an array is missing, has another shape or is not finite.
     """
     with np.load(path) as stored:
         arrays = dict(stored)
-    missing = {"hidden", "table"} - set(arrays)
-    if missing:
-        raise ValueError(f"{path} lacks {sorted(missing)}; it has {sorted(arrays)}.")
+    sections = []
+    if {"hidden", "table"} <= set(arrays):
+        sections += _head_sections(pathlib.Path(path).stem, arrays)
+    if {"logits", "values"} <= set(arrays):
+        sections.append(_attention_section(arrays["logits"], arrays["values"]))
+    if not sections:
+        raise ValueError(
+            f"{path} needs hidden and table, or logits and values; it has "
+            f"{sorted(arrays)}."
+        )
+    return sections
+
+
+def _attention_section(logits_RL, values_LD):
+    length = logits_RL.shape[-1]
+    counts = sorted({n for n in (1, 2, 5, 10, 20, 50, 100) if n < length})
+    temperatures = np.geomspace(0.01, 10, 13)
+    return attention.section(
+        attention.limits(logits_RL, values_LD, counts, temperatures)
+    )
+
+
+def _head_sections(name, arrays):
     hidden_ND, table_VD = arrays["hidden"], arrays["table"]
     bias_V = arrays.get("bias", np.zeros(len(table_VD), table_VD.dtype))
     if hidden_ND.ndim != 2 or hidden_ND.shape[1:] != table_VD.shape[1:]:
@@ -80,7 +102,6 @@ def of_arrays(path: pathlib.Path | str) -> list[Section]:
             f"hidden {hidden_ND.shape} and table {table_VD.shape} must be [N, D] and "
             "[V, D]."
         )
-    name = pathlib.Path(path).stem
     layers, head = saturation.layers([hidden_ND]), saturation.head(table_VD)
     ranks = rank.streamed(_log_softmax_blocks(hidden_ND, table_VD, bias_V))
     found = rank.HeadRanks(
@@ -121,8 +142,10 @@ def _saturation(subjects, order):
     del order
     states, heads = {}, {}
     for name, one in subjects.items():
-        parts = [np.asarray(hidden) for hidden, _ in rank.states(one.run, one.ids)]
-        states[name] = saturation.layers([np.concatenate(parts)])
+        parts = evaluate.states(one.run.model, one.run.params, one.ids)
+        states[name] = saturation.layers(
+            [np.concatenate([np.asarray(hidden_CD) for hidden_CD, _, _ in parts])]
+        )
         heads[name] = saturation.head(_table(one.run)[0])
     return saturation.section(states, heads)
 
@@ -159,12 +182,17 @@ def _sizes(vocab, dim):
 
 
 def _ngram(subjects, order):
-    errors = {}
+    """One line for each text: runs that were trained on the same one share it."""
+    sharing = {}
     for name, one in subjects.items():
         text = np.asarray(one.corpus.train)
+        sharing.setdefault(hash(text.tobytes()), (one, text, []))[2].append(name)
+    errors = {}
+    for one, text, names in sharing.values():
         table = ngram.next_word(text, len(one.corpus.vocab), order)
         dimensions = min(_DIMENSIONS, *table.matrix_CV.shape)
-        errors[f"text of {name}"] = ngram.w_error(table.matrix_CV, dimensions)
+        error = ngram.w_error(table.matrix_CV, dimensions)
+        errors["text of " + ", ".join(names)] = error
     return ngram.section(errors)
 
 

@@ -23,9 +23,8 @@ import matplotlib.figure
 import numpy as np
 
 from softbottle import config as config_lib
-from softbottle import ops
+from softbottle import evaluate, ops
 from softbottle.analysis import mixture, report
-from softbottle.data import batches
 from softbottle.state import Run
 
 PRECISIONS = ("float32", "float64")
@@ -202,16 +201,6 @@ class PairwiseKL:
         return self._negentropy / self._count - cross
 
 
-def states(run: Run, ids: np.ndarray) -> Iterator[tuple[jax.Array, np.ndarray]]:
-    """The trunk's states along a text read as one row, and the words that follow."""
-    carry, hidden = run.model.initial_carry(1), jax.jit(run.model.hidden)
-    for batch in batches.evaluation(ids, 1, min(1024, len(ids) - 1)):
-        hidden_BSD, carry = hidden(run.params, batch, carry)
-        real_S = batch.weights_BS[0] > 0
-        hidden_CD = hidden_BSD[0][real_S].astype(jnp.float32)
-        yield hidden_CD, batch.labels_BS[0][real_S]
-
-
 def blocks(run: Run, ids: np.ndarray, precision: str = "float32") -> Iterator[Block]:
     """A run's predictions along a text, a block at a time.
 
@@ -230,7 +219,7 @@ def blocks(run: Run, ids: np.ndarray, precision: str = "float32") -> Iterator[Bl
         score_CK, lse_CK = ops.scores(*given, **options)
         return Block(log_p_CV[:, :vocab], log_prior_CK, score_CK - lse_CK)
 
-    for hidden_CD, labels_C in states(run, ids):
+    for hidden_CD, _, labels_C in evaluate.states(model, run.params, ids):
         with jax.enable_x64(precision == "float64"):
             given = model.output(run.params), hidden_CD
             given = jax.tree.map(lambda leaf: jnp.asarray(leaf, precision), given)

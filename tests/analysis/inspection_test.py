@@ -1,0 +1,129 @@
+"""All instruments at once, on runs and on arrays."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from softbottle import train
+from softbottle.analysis import inspection
+from softbottle.config import Config
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+WORDS, WIDTH = 13, 3
+
+
+def make_config(head):
+    config = Config()
+    config.data.synthetic.words = WORDS
+    config.data.synthetic.train_tokens, config.data.synthetic.eval_tokens = 900, 300
+    config.data.rows, config.data.length = 4, 8
+    config.data.eval_rows = config.data.test_rows = 7
+    config.head.name, config.head.components = head, 2 if head == "mos" else 1
+    config.model.backbone, config.model.tied = "window", False
+    config.model.embed_dim = config.model.hidden_dim = 8
+    config.model.context_dim, config.model.last_dim = WIDTH, WIDTH
+    config.model.table_range = 3.0
+    config.train.steps, config.train.log_every = 3, 3
+    return config
+
+
+@pytest.fixture(scope="module")
+def workdirs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    for head in ("mos", "softmax"):
+        train.run(make_config(head), folder / head)
+    return [folder / "mos", folder / "softmax"]
+
+
+@pytest.fixture(scope="module")
+def sections(workdirs):
+    return inspection.of_runs(workdirs, list(inspection.INSTRUMENTS), positions=200)
+
+
+def by_title(sections):
+    return {section.title: section for section in sections}
+
+
+def test_every_instrument_has_its_section_and_its_picture(sections):
+    assert len(sections) == len(inspection.INSTRUMENTS)
+    assert all(section.figures and section.reading for section in sections)
+
+
+def test_the_ranks_are_those_of_the_heads(sections):
+    numbers = by_title(sections)["Rank"].numbers
+    rank = {name: numbers[name]["ranks"]["ranks"]["float32"] for name in numbers}
+    assert rank["softmax"] <= WIDTH + 2 < rank["mos"] <= WORDS
+
+
+def test_runs_of_one_text_share_its_line(sections):
+    (name,) = by_title(sections)["Dimensions of the text"].numbers
+    assert name == "text of mos, softmax"
+
+
+def test_heads_without_one_linear_ranking_have_no_argmax_section(workdirs):
+    assert inspection.of_runs(workdirs[:1], ["argmax"], positions=50) == []
+
+
+def test_unknown_instruments_and_equal_names_are_errors(workdirs, tmp_path):
+    with pytest.raises(ValueError, match="telescope"):
+        inspection.of_runs(workdirs, ["telescope"])
+    with pytest.raises(ValueError, match="different names"):
+        inspection.of_runs([workdirs[0], workdirs[0]], ["rank"])
+    with pytest.raises(ValueError, match="no run"):
+        inspection.of_runs([tmp_path], ["rank"])
+
+
+def make_arrays(path, **changes):
+    random = np.random.default_rng(0)
+    arrays = {
+        "hidden": random.normal(size=(40, 5)),
+        "table": random.normal(size=(17, 5)),
+        "bias": random.normal(size=17),
+        "labels": random.integers(0, 17, 40),
+        "logits": random.normal(size=(9, 31)),
+        "values": random.normal(size=(31, 6)),
+    }
+    arrays = {name: array.astype(np.float32) for name, array in arrays.items()}
+    arrays["labels"] = arrays["labels"].astype(int)
+    kept = {k: v for k, v in (arrays | changes).items() if v is not None}
+    np.savez(path, **kept)
+    return path
+
+
+def test_arrays_from_anywhere_give_the_rank_of_a_softmax(tmp_path):
+    sections = inspection.of_arrays(make_arrays(tmp_path / "states.npz"))
+    numbers = by_title(sections)["Rank"].numbers["states"]
+    assert numbers["ranks"]["ranks"]["float32"] == numbers["bound"] == 7
+    assert len(sections) == 4
+
+
+def test_bad_arrays_are_errors_that_say_what_is_wrong(tmp_path):
+    with pytest.raises(ValueError, match="needs hidden and table"):
+        inspection.of_arrays(make_arrays(tmp_path / "a.npz", table=None, logits=None))
+    with pytest.raises(ValueError, match=r"\(17, 4\)"):
+        inspection.of_arrays(make_arrays(tmp_path / "b.npz", table=np.ones((17, 4))))
+    poisoned = np.ones((40, 5))
+    poisoned[3, 2] = np.nan
+    with pytest.raises(ValueError, match="not finite"):
+        inspection.of_arrays(make_arrays(tmp_path / "c.npz", hidden=poisoned))
+
+
+def test_the_command_writes_the_report(workdirs, tmp_path):
+    flags = [f"--workdir={path}" for path in workdirs]
+    command = [sys.executable, "launch/analyze.py", *flags, f"--out={tmp_path / 'out'}"]
+    done = subprocess.run(
+        [*command, "--positions=100"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "report.html" in done.stdout
+    assert "Rank" in json.loads((tmp_path / "out" / "report.json").read_text())
