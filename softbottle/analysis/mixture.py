@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 import matplotlib.figure
+import matplotlib.ticker
 import numpy as np
 
 from softbottle.analysis import report
@@ -69,6 +70,7 @@ def draw(mixed: dict[str, Mixing]) -> report.Figure:
         axes.plot(one.usage_K[order_K], marker="o", label=f"{name}: weight")
         axes.plot(one.responsibility_K[order_K], "x--", label=f"{name}: given the word")
     axes.set(xlabel="component, by weight", ylabel="mean share", ylim=(0, None))
+    axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
     axes.legend()
     reading = (
         "Mean weight of each component, and its mean responsibility for the words that "

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import matplotlib.figure
+import matplotlib.ticker
 import numpy as np
 
 from softbottle.analysis import report
@@ -212,6 +213,7 @@ def section(states: dict[str, Layers], heads: dict[str, Head]) -> report.Section
     peaks.set(xlabel="layer", title="largest entry, in deviations")
     spectra.set(xlabel="index", title="singular values of the head, entropy")
     for axes in (cosines, peaks, spectra):
+        axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
         axes.legend()
     lines = [
         f"{name}: in its last layer two states have a cosine of "
