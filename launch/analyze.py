@@ -22,7 +22,9 @@ ARRAYS = flags.DEFINE_string(
 )
 OUT = flags.DEFINE_string("out", None, "Where the report goes.", required=True)
 INSTRUMENTS = flags.DEFINE_list(
-    "instruments", list(inspection.INSTRUMENTS), "Which instruments, in what order."
+    "instruments",
+    list(inspection.QUICK),
+    f"Which instruments, in what order, of {', '.join(inspection.INSTRUMENTS)}.",
 )
 SPLIT = flags.DEFINE_enum("split", "test", ["train", "valid", "test"], "Which text.")
 POSITIONS = flags.DEFINE_integer("positions", 8192, "How much of it.", lower_bound=2)

@@ -8,7 +8,15 @@ import jax
 import numpy as np
 
 from softbottle import evaluate
-from softbottle.analysis import argmax, attention, gradient, ngram, rank, saturation
+from softbottle.analysis import (
+    argmax,
+    attention,
+    gradient,
+    lowrank,
+    ngram,
+    rank,
+    saturation,
+)
 from softbottle.analysis.report import Section
 from softbottle.data import corpus as corpus_lib
 from softbottle.data.vocab import Corpus
@@ -157,6 +165,21 @@ def _gradient(subjects, order):
     )
 
 
+def _lowrank(subjects, order):
+    """Heads of every power of two up to the width of the states."""
+    del order
+    found = {}
+    for name, one in subjects.items():
+        parts = list(evaluate.states(one.run.model, one.run.params, one.ids))
+        hidden_ND, _, labels_N = (np.concatenate(p) for p in zip(*parts, strict=True))
+        width, table_VE = hidden_ND.shape[1], _table(one.run)[0]
+        ranks = {min(2**power, width) for power in range(width.bit_length() + 1)}
+        found[name] = lowrank.train(
+            hidden_ND, labels_N, len(table_VE), sorted(ranks), table_VE
+        )
+    return lowrank.section(found)
+
+
 def _argmax(subjects, order):
     """Only where the words are ranked by one linear map: softmax heads."""
     del order
@@ -212,10 +235,13 @@ def _log_softmax_blocks(hidden_ND, table_VD, bias_V):
         )
 
 
+# By default all but the one that trains.
+QUICK = ("rank", "saturation", "gradient", "argmax", "ngram")
 INSTRUMENTS: dict[str, Callable[..., Section | None]] = {
     "rank": _rank,
     "saturation": _saturation,
     "gradient": _gradient,
+    "lowrank": _lowrank,
     "argmax": _argmax,
     "ngram": _ngram,
 }

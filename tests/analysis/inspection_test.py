@@ -42,7 +42,7 @@ def workdirs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def sections(workdirs):
-    return inspection.of_runs(workdirs, list(inspection.INSTRUMENTS), positions=200)
+    return inspection.of_runs(workdirs, inspection.QUICK, positions=200)
 
 
 def by_title(sections):
@@ -50,7 +50,7 @@ def by_title(sections):
 
 
 def test_every_instrument_has_its_section_and_its_picture(sections):
-    assert len(sections) == len(inspection.INSTRUMENTS)
+    assert len(sections) == len(inspection.QUICK)
     assert all(section.figures and section.reading for section in sections)
 
 
@@ -67,6 +67,11 @@ def test_runs_of_one_text_share_its_line(sections):
 
 def test_heads_without_one_linear_ranking_have_no_argmax_section(workdirs):
     assert inspection.of_runs(workdirs[:1], ["argmax"], positions=50) == []
+
+
+def test_heads_of_limited_rank_are_trained_on_request(workdirs):
+    (section,) = inspection.of_runs(workdirs[1:], ["lowrank"], positions=200)
+    assert list(section.numbers["softmax"]["ranks_R"]) == [1, 2, 3]
 
 
 def test_unknown_instruments_and_equal_names_are_errors(workdirs, tmp_path):
