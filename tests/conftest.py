@@ -1,5 +1,17 @@
 """What every test stands on: strictness, eight devices, and no GPU test without one."""
 
+import os
+import tempfile
+
+# Compiling is what these tests spend their time on. Set before jax is imported, and
+# inherited by the other workers and by the commands that tests start.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    _CACHE = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = _CACHE.name
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+
 import jax
 import pytest
 
@@ -18,25 +30,22 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(autouse=True)
-def strict_and_quick(request):
-    """Strict dtype promotion in tests of ops and heads (elsewhere it breaks optax).
-
-    They compile hundreds of small programs, so XLA's costly passes are off there; a
-    test marked by the fixture `optimised` has them on.
-    """
+def strict(request):
+    """Strict dtype promotion in tests of ops and heads (elsewhere it breaks optax)."""
     if request.path.parent.name not in ("ops", "heads"):
         yield
         return
-    quick = "optimised" not in request.fixturenames
-    jax.config.update("jax_disable_most_optimizations", quick)
     with jax.numpy_dtype_promotion("strict"):
         yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture
 def optimised():
-    """The program that users run; read by `strict_and_quick`."""
+    """The program that users run, with all of XLA's passes."""
+    before = jax.config.jax_disable_most_optimizations
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture
