@@ -5,7 +5,7 @@ import tempfile
 
 # Compiling is what these tests spend their time on. Set before jax is imported, and
 # inherited by the other workers and by the commands that tests start.
-os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     _CACHE = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
     os.environ["JAX_COMPILATION_CACHE_DIR"] = _CACHE.name
@@ -42,10 +42,9 @@ def strict(request):
 @pytest.fixture
 def optimised():
     """The program that users run, with all of XLA's passes."""
-    before = jax.config.jax_disable_most_optimizations
     jax.config.update("jax_disable_most_optimizations", False)
     yield
-    jax.config.update("jax_disable_most_optimizations", before)
+    jax.config.update("jax_disable_most_optimizations", True)
 
 
 @pytest.fixture
