@@ -6,8 +6,9 @@
     log_probs, top_k, sample
 
 `options` are those of ops/options.py. `implementation` is "auto", "blocked" (XLA,
-everywhere) or "reference" (dense: for checking). "auto" never changes a number by more
-than rounding.
+everywhere), "pallas_gpu" (a kernel for Hopper GPUs) or "reference" (dense: for
+checking). "auto" takes the kernel where it runs and XLA elsewhere, says which in the
+log, and never changes a number by more than rounding.
 
 A label that is no word of the vocabulary gives NaN, never a plausible loss; run with
 `jax.debug_nans(True)` to be taken to the call. A token of weight 0 may hold any label.
@@ -15,12 +16,17 @@ A label that is no word of the vocabulary gives NaN, never a plausible loss; run
 
 import jax
 import jax.numpy as jnp
+from absl import logging
 
-from softbottle.ops import blocked, decode, parts, reference
+from softbottle.ops import blocked, decode, pallas_gpu, parts, reference
 from softbottle.ops.activations import SOFTMAX, Activation
 from softbottle.ops.options import Options, sum_dtype
 
-IMPLEMENTATIONS = {"blocked": blocked, "reference": reference}
+IMPLEMENTATIONS = {
+    "blocked": blocked,
+    "pallas_gpu": pallas_gpu,
+    "reference": reference,
+}
 
 
 def scores(
@@ -160,7 +166,10 @@ def sample(
 
 
 def _implementation(options):
-    name = "blocked" if options.implementation == "auto" else options.implementation
+    name = options.implementation
+    if name == "auto":
+        name = "pallas_gpu" if pallas_gpu.runs_here() else "blocked"
+        logging.log_first_n(logging.INFO, "The head's implementation is %s.", 1, name)
     if name not in IMPLEMENTATIONS:
         raise ValueError(
             f"no implementation is called {name!r}; there are "

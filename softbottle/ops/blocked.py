@@ -9,12 +9,13 @@ products in all:
     d lse[t, k] / d z[t, k, v] = exp(g(z[t, k, v]) - lse[t, k]) g'(z[t, k, v]).
 
 `loss` is a scalar, so its gradient is known up to a factor as soon as a chunk's
-normalisers are: it is computed in the forward rule, three products in all:
+normalisers are: it is computed in the forward rule, three products in all, as
+exponential.py describes. An activation with parameters to learn goes by float logits,
 
     d loss / d z[t, k, v] = weight[t] r[t, k] (exp(g - lse) - [v == label[t]]) g',
 
-where r[t, k] is the posterior of component k given the label. Both equal reference.py
-to rounding and give the same bits twice.
+where r[t, k] is the posterior of component k given the label. All equal reference.py
+to rounding; without learned segments they give the same bits twice.
 """
 
 import functools
@@ -22,7 +23,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from softbottle.ops import parts
+from softbottle.ops import exponential, parts
 from softbottle.ops.activations import Activation
 from softbottle.ops.options import Options, chunk_count, product_dtype, sum_dtype
 
@@ -45,6 +46,18 @@ def loss(
     options: Options,
 ):
     """Weighted sum of the tokens' negative log-likelihoods, gradient in forward."""
+    if exponential.takes(activation):
+        return exponential.loss(
+            _route(),
+            log_prior_TK,
+            context_TKE,
+            table_VE,
+            bias_V,
+            labels_T,
+            weights_T,
+            activation,
+            options,
+        )
     theta = jax.tree.map(jnp.asarray, activation.theta)
     theta, context_TKE, table_VE, bias_V = parts.varying_together(
         theta, context_TKE, table_VE, bias_V
@@ -53,6 +66,13 @@ def loss(
     return _loss(
         activation.apply, options, theta, context_TKE, table_VE, bias_V, *tokens
     )
+
+
+def _route():
+    """Plain XLA; matrix units of GPUs want aligned tables, CPUs gain nothing."""
+    if jax.default_backend() == "gpu":
+        return exponential.Route(exponential.xla_first, lse, (8, 128, 64), 8)
+    return exponential.Route(exponential.xla_first, lse, (1, 1, 1), 1)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -71,7 +91,8 @@ def _lse_forward(apply, options, theta, context_TKE, table_VE, bias_V):
     return lse_TK, (theta, context_TKE, table_VE, bias_V, lse_TK)
 
 
-def _lse_backward(apply, options, saved, lse_bar_TK):
+def lse_backward(apply, options, saved, lse_bar_TK):
+    """The gradients of theta, context, table and bias, from what a forward saved."""
     theta, context_TKE, table_VE, bias_V, lse_TK = saved
     cast_VE = _cast(options, context_TKE, table_VE)
 
@@ -90,7 +111,7 @@ def _lse_backward(apply, options, saved, lse_bar_TK):
     return _like((theta, table_VE, bias_V), sums, context_TKE, context_bar_TKE)
 
 
-_lse.defvjp(_lse_forward, _lse_backward)
+_lse.defvjp(_lse_forward, lse_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -101,7 +122,7 @@ def _loss(apply, options, theta, context_TKE, table_VE, bias_V, *tokens):
         context_TKE, table_VE, bias_V, labels_T, Activation(apply, theta), options
     )
     lse_TK = parts.over_shards(lse_TK, options)
-    return _weighted(weights_T, _nll(log_prior_TK, score_TK, lse_TK))
+    return parts.weighted(weights_T, parts.nll(log_prior_TK, score_TK, lse_TK))
 
 
 def _loss_forward(apply, options, theta, context_TKE, table_VE, bias_V, *tokens):
@@ -117,9 +138,10 @@ def _loss_forward(apply, options, theta, context_TKE, table_VE, bias_V, *tokens)
         score_CK = parts.target_score(
             context_CKE, cast_VE, bias_V, labels_C, activation, options
         )
-        nll_C = _nll(log_prior_CK, score_CK, lse_CK)
-        posterior_CK = jnp.exp(log_prior_CK + score_CK - lse_CK + nll_C[:, None])
-        weight_CK = _weighted_rows(weights_C, posterior_CK)
+        nll_C = parts.nll(log_prior_CK, score_CK, lse_CK)
+        weight_CK = parts.responsibility(
+            log_prior_CK, score_CK, lse_CK, nll_C, weights_C
+        )
         p_CKV = _probabilities(g_CKV, lse_CK, options)
         hit_CV = _hits(labels_C, cast_VE.shape[0], options)
         p_CKV = jnp.where(hit_CV[:, None], p_CKV - 1.0, p_CKV)
@@ -136,7 +158,7 @@ def _loss_forward(apply, options, theta, context_TKE, table_VE, bias_V, *tokens)
     bars = _like((theta, table_VE, bias_V), sums, context_TKE, context_bar_TKE)
     prior_bar_TK = -weight_TK.astype(log_prior_TK.dtype)
     nll_T = jnp.where(weights_T != 0, nll_T, 0.0).astype(weights_T.dtype)
-    return _weighted(weights_T, nll_T), (bars, prior_bar_TK, nll_T)
+    return parts.weighted(weights_T, nll_T), (bars, prior_bar_TK, nll_T)
 
 
 def _loss_backward(apply, options, saved, loss_bar):
@@ -155,20 +177,8 @@ def _over_chunks(chunk, carry, tokens, table_VE, options):
     count, components = context_TKE.shape[:2]
     itemsize = sum_dtype(context_TKE, table_VE).itemsize
     row_bytes = components * table_VE.shape[0] * itemsize
-    chunks = chunk_count(count, row_bytes, options.budget_bytes)
-    if chunks == 1:
-        return chunk(carry, tokens)
-    size = -(-count // chunks)
-
-    def split(array):
-        pad = [(0, chunks * size - count)] + [(0, 0)] * (array.ndim - 1)
-        return jnp.pad(array, pad).reshape(chunks, size, *array.shape[1:])
-
-    def join(array):
-        return array.reshape(chunks * size, *array.shape[2:])[:count]
-
-    carry, by_chunk = jax.lax.scan(chunk, carry, jax.tree.map(split, tokens))
-    return carry, jax.tree.map(join, by_chunk)
+    chunks = chunk_count(count, row_bytes, options.block_bytes)
+    return parts.over_chunks(chunk, carry, tokens, chunks)
 
 
 def _zero_sums(theta, context_TKE, table_VE, bias_V):
@@ -238,16 +248,3 @@ def _probabilities(g_CKV, lse_CK, options):
 def _hits(labels_C, rows, options):
     ids_V = jnp.arange(rows) + parts.first_row(rows, options)
     return labels_C[:, None] == ids_V[None]
-
-
-def _nll(log_prior_TK, score_TK, lse_TK):
-    return -jax.nn.logsumexp(log_prior_TK + score_TK - lse_TK, axis=-1)
-
-
-def _weighted_rows(weights_C, posterior_CK):
-    weight_CK = weights_C[:, None] * posterior_CK
-    return jnp.where(weights_C[:, None] != 0, weight_CK, 0.0)
-
-
-def _weighted(weights_T, nll_T):
-    return jnp.sum(jnp.where(weights_T != 0, weights_T * nll_T, 0.0))

@@ -20,23 +20,38 @@ class Options:
         vocab_axis: inside `shard_map`, the mesh axis over which the table's rows are
             split; `vocab` and the labels still count the whole vocabulary.
         implementation: "auto", or one of the names in ops/api.py.
-        budget_bytes: what one block of float logits may take.
+        budget_bytes: what one block of logits may take. None means 32 MiB, and on a
+            GPU 1 GiB or, in `loss`, 4,096 rows of it if that is more: with fewer rows
+            at a time the table's gradient is read and written too often.
     """
 
     compute_dtype: Any = None
     vocab: int | None = None
     vocab_axis: str | None = None
     implementation: str = "auto"
-    budget_bytes: int = 32 * 2**20
+    budget_bytes: int | None = None
 
     def __post_init__(self):
         """Reject values that no implementation could use."""
-        if self.budget_bytes < 1:
+        if self.budget_bytes is not None and self.budget_bytes < 1:
             raise ValueError(f"budget_bytes must be positive, got {self.budget_bytes}.")
         if self.vocab is not None and self.vocab < 1:
             raise ValueError(f"vocab must be positive, got {self.vocab}.")
         if self.compute_dtype is not None:
             object.__setattr__(self, "compute_dtype", jnp.dtype(self.compute_dtype))
+
+    @property
+    def block_bytes(self) -> int:
+        """What one block of logits may take on the platform at hand."""
+        if self.budget_bytes is not None:
+            return self.budget_bytes
+        return 2**30 if jax.default_backend() == "gpu" else 32 * 2**20
+
+    def loss_bytes(self, row_bytes: int) -> int:
+        """`block_bytes`, for a loss whose rows take `row_bytes` each."""
+        if self.budget_bytes is None and jax.default_backend() == "gpu":
+            return max(self.block_bytes, 4096 * row_bytes)
+        return self.block_bytes
 
 
 def sum_dtype(*arrays: jax.Array) -> jnp.dtype:

@@ -6,6 +6,10 @@ the sum over the shards of what the one that owns the row computes. Both are ord
 differentiable code of size [T, K].
 """
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -49,6 +53,15 @@ def over_shards(lse_TK: jax.Array, options: Options) -> jax.Array:
     return top_TK + jnp.log(total_TK)
 
 
+def local_labels(
+    labels_T: jax.Array, rows: int, options: Options
+) -> tuple[jax.Array, jax.Array]:
+    """Each label's row of this shard, 0 where another has it, and whether it has it."""
+    local_T = labels_T - first_row(rows, options)
+    owned_T = (local_T >= 0) & (local_T < rows)
+    return jnp.where(owned_T, local_T, 0), owned_T
+
+
 def target_score(
     context_TKE: jax.Array,
     table_VE: jax.Array,
@@ -62,24 +75,98 @@ def target_score(
     The row of the label is gathered and multiplied in float32 or better, from the same
     rounded inputs that the normaliser's products read, so that the two agree.
     """
+    z_TK, owned_T = _target_logit(context_TKE, table_VE, bias_V, labels_T, options)
+    score_TK = activation.apply(activation.theta, z_TK)
+    return _from_owner(score_TK, owned_T, labels_T, table_VE.shape[0], options)
+
+
+def target_score_and_slope(
+    context_TKE: jax.Array,
+    table_VE: jax.Array,
+    bias_V: jax.Array,
+    labels_T: jax.Array,
+    activation: Activation,
+    options: Options,
+) -> tuple[jax.Array, jax.Array]:
+    """`target_score` and g'(z) of the label, both [T, K]."""
+    z_TK, owned_T = _target_logit(context_TKE, table_VE, bias_V, labels_T, options)
+    score_TK, slope_TK = with_slope(activation, z_TK)
     rows = table_VE.shape[0]
-    local_T = labels_T - first_row(rows, options)
-    owned_T = (local_T >= 0) & (local_T < rows)
-    safe_T = jnp.where(owned_T, local_T, 0)
+    return tuple(
+        _from_owner(array_TK, owned_T, labels_T, rows, options)
+        for array_TK in (score_TK, slope_TK)
+    )
+
+
+def with_slope(activation: Activation, z: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """g(z) and g'(z)."""
+    apply = functools.partial(activation.apply, activation.theta)
+    return jax.jvp(apply, (z,), (jnp.ones_like(z),))
+
+
+def nll(log_prior_TK: jax.Array, score_TK: jax.Array, lse_TK: jax.Array) -> jax.Array:
+    """-log P(label) of each token, [T]."""
+    return -jax.nn.logsumexp(log_prior_TK + score_TK - lse_TK, axis=-1)
+
+
+def responsibility(
+    log_prior_TK: jax.Array,
+    score_TK: jax.Array,
+    lse_TK: jax.Array,
+    nll_T: jax.Array,
+    weights_T: jax.Array,
+) -> jax.Array:
+    """weight[t] P(component | label), [T, K]; 0 where the weight is, NaN or not."""
+    posterior_TK = jnp.exp(log_prior_TK + score_TK - lse_TK + nll_T[:, None])
+    weight_TK = weights_T[:, None] * posterior_TK
+    return jnp.where(weights_T[:, None] != 0, weight_TK, 0.0)
+
+
+def weighted(weights_T: jax.Array, nll_T: jax.Array) -> jax.Array:
+    """sum_t weight[t] nll[t]; a token of weight 0 adds nothing, NaN or not."""
+    return jnp.sum(jnp.where(weights_T != 0, weights_T * nll_T, 0.0))
+
+
+def over_chunks(function: Callable, carry: Any, tokens: Any, chunks: int):
+    """Scan `function(carry, tokens) -> (carry, by_token)` over equal chunks of tokens.
+
+    The last chunk is filled with zeros, of which nothing is returned.
+    """
+    if chunks == 1:
+        return function(carry, tokens)
+    count = jax.tree.leaves(tokens)[0].shape[0]
+    size = -(-count // chunks)
+
+    def split(array):
+        pad = [(0, chunks * size - count)] + [(0, 0)] * (array.ndim - 1)
+        return jnp.pad(array, pad).reshape(chunks, size, *array.shape[1:])
+
+    def join(array):
+        return array.reshape(chunks * size, *array.shape[2:])[:count]
+
+    carry, by_chunk = jax.lax.scan(function, carry, jax.tree.map(split, tokens))
+    return carry, jax.tree.map(join, by_chunk)
+
+
+def _target_logit(context_TKE, table_VE, bias_V, labels_T, options):
+    label_T, owned_T = local_labels(labels_T, table_VE.shape[0], options)
     dtype = product_dtype(options, context_TKE, table_VE)
     wide = sum_dtype(context_TKE, table_VE)
     z_TK = jnp.einsum(
         "tke,te->tk",
         context_TKE.astype(dtype).astype(wide),
-        table_VE[safe_T].astype(dtype).astype(wide),
+        table_VE[label_T].astype(dtype).astype(wide),
     )
-    z_TK += bias_V[safe_T].astype(wide)[:, None]
-    score_TK = activation.apply(activation.theta, z_TK)
-    score_TK = jnp.where(owned_T[:, None], score_TK, 0.0)
+    return z_TK + bias_V[label_T].astype(wide)[:, None], owned_T
+
+
+def _from_owner(array_TK, owned_T, labels_T, rows, options):
+    """What the shard that has the label's row says; NaN where the label is no word."""
+    array_TK = jnp.where(owned_T[:, None], array_TK, 0.0)
     if options.vocab_axis is not None:
-        score_TK = jax.lax.psum(score_TK, options.vocab_axis)
+        array_TK = jax.lax.psum(array_TK, options.vocab_axis)
     word_T = (labels_T >= 0) & (labels_T < _vocab(rows, options))
-    return jnp.where(word_T[:, None], score_TK, jnp.nan)
+    return jnp.where(word_T[:, None], array_TK, jnp.nan)
 
 
 def _vocab(rows, options):

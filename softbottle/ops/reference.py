@@ -46,5 +46,4 @@ def loss(
     score_TK = parts.target_score(
         context_TKE, table_VE, bias_V, labels_T, activation, options
     )
-    nll_T = -jax.nn.logsumexp(log_prior_TK + score_TK - lse_TK, axis=-1)
-    return jnp.sum(jnp.where(weights_T != 0, weights_T * nll_T, 0.0))
+    return parts.weighted(weights_T, parts.nll(log_prior_TK, score_TK, lse_TK))
