@@ -43,7 +43,7 @@ FAR = 40.0
 # Finite, so that g of it is finite; exp(g) is zero whatever the activation.
 DEAD = -1e30
 SAMPLE = 256
-SCATTER_TOKENS = 512
+SCATTER_TOKENS = 1024
 REDO_BYTES = 32 * 2**20
 
 
@@ -54,7 +54,7 @@ class Route(NamedTuple):
         first: (context_RQ, table_PQ, bias_P, ref_R, activation) -> (E_RP, sum_R).
         lse: (context_TKE, table_VE, bias_V, activation, options) -> normalisers [T, K].
         multiples: what rows, words and width of the first product are padded to.
-        width: what the width of the other two products is padded to.
+        width: what the width of the third product is padded to.
     """
 
     first: Callable
@@ -104,15 +104,11 @@ def _loss_forward(route, activation, options, context_TKE, table_VE, bias_V, *to
         functools.partial(_chunk, route, activation, options)
     )
 
-    def chunk(sum_PM, tokens):
-        return one_chunk(padded, sum_PM, *tokens)
+    def chunk(sums, tokens):
+        return one_chunk(padded, sums, *tokens)
 
-    wide = sum_dtype(context_TKE, table_VE)
-    words = padded.table_PE.shape[0]
-    axes = jax.typeof(context_TKE).manual_axis_type.varying
-    width = table_VE.shape[1]
-    columns = _round_up(width + 1, route.width)
-    (sum_PM,) = parts.vary_over(axes, jnp.zeros((words, columns), wide))
+    words, width = padded.table_PE.shape
+    sums = _zero_sums(route, context_TKE, padded.table_PE)
     itemsize = padded.table_PE.dtype.itemsize
     chunks = chunk_count(
         context_TKE.shape[0],
@@ -120,13 +116,14 @@ def _loss_forward(route, activation, options, context_TKE, table_VE, bias_V, *to
         options.loss_bytes(words * itemsize),
     )
     chunked = (context_TKE, log_prior_TK, labels_T, weights_T)
-    sum_PM, by_token = parts.over_chunks(chunk, sum_PM, chunked, chunks)
+    sums, by_token = parts.over_chunks(chunk, sums, chunked, chunks)
     context_bar_TKE, nll_T, weight_TK = by_token
     rows = table_VE.shape[0]
+    bias_bar_P = sums.table_PM[:, width] if sums.bias_P is None else sums.bias_P
     bars = (
         context_bar_TKE.astype(context_TKE.dtype),
-        sum_PM[:rows, :width].astype(table_VE.dtype),
-        sum_PM[:rows, width].astype(bias_V.dtype),
+        sums.table_PM[:rows, :width].astype(table_VE.dtype),
+        bias_bar_P[:rows].astype(bias_V.dtype),
     )
     prior_bar_TK = -weight_TK.astype(log_prior_TK.dtype)
     nll_T = jnp.where(weights_T != 0, nll_T, 0.0).astype(weights_T.dtype)
@@ -176,81 +173,95 @@ def _pad(route, context_TKE, table_VE, bias_V, options):
     )
 
 
-def _chunk(route, activation, options, padded, sum_PM, *tokens):
+class _Sums(NamedTuple):
+    """The gradients of table and bias so far.
+
+    The bias's is a column of the table's where the padded width has room for it, else
+    (a width of 1,024 would become 1,088) an array and a product of its own.
+    """
+
+    table_PM: jax.Array
+    bias_P: jax.Array | None
+
+
+def _zero_sums(route, context_TKE, table_PE):
+    words, width = table_PE.shape
+    wide = sum_dtype(context_TKE, table_PE)
+    rides = route.width == 1 or width % 128 != 0
+    columns = _round_up(width + rides, route.width)
+    zeros = _Sums(
+        jnp.zeros((words, columns), wide), None if rides else jnp.zeros(words, wide)
+    )
+    axes = jax.typeof(context_TKE).manual_axis_type.varying
+    return parts.vary_over(axes, zeros)[0]
+
+
+def _chunk(route, activation, options, padded, sums, *tokens):
     """Add a chunk's part of the table's gradient; return the rest of its results."""
     context_CKE, log_prior_CK, labels_C, weights_C = tokens
-    size, components, width = context_CKE.shape
-    count = size * components
-    local = (padded.local_VE, padded.bias_V)
     cast_CKE = context_CKE.astype(padded.local_VE.dtype)
-    wide = sum_PM.dtype
-    context_RE = cast_CKE.reshape(count, width)
+    local = (padded.local_VE, padded.bias_V)
     score_CK, slope_CK = parts.target_score_and_slope(
         cast_CKE, *local, labels_C, activation, options
     )
-    ref_R = _reference(context_RE, score_CK.reshape(count), padded, activation, options)
-
-    def first(ref_R):
-        rows = (0, _round_up(count, route.multiples[0]) - count)
-        context_RQ = _pad_width(jnp.pad(context_RE, (rows, (0, 0))), route.multiples[2])
-        return route.first(
-            context_RQ,
-            padded.table_PQ,
-            padded.bias_P,
-            jnp.pad(ref_R, (rows,)),
-            activation,
-        )
-
-    def redo(state):
-        small = dataclasses.replace(options, budget_bytes=REDO_BYTES)
-        lse_CK = parts.over_shards(
-            route.lse(cast_CKE, *local, activation, small), options
-        )
-        lse_R = lse_CK.reshape(count)
-        done = state[3] & jnp.zeros((), bool)
-        return parts.varying_together(*first(lse_R), lse_R, done)
-
-    e_RP, total_R = first(ref_R)
-    far = ~jnp.all(total_R[:count] <= jnp.exp(jnp.asarray(FAR, wide)))
-    if options.vocab_axis is not None:
-        far = jax.lax.pmax(far.astype(jnp.int32), options.vocab_axis) > 0
-    state = parts.varying_together(e_RP, total_R, ref_R, far)
-    # A loop of at most one turn: unlike `cond`, it leaves E where it is.
-    e_RP, total_R, ref_R, _ = jax.lax.while_loop(lambda s: s[3], redo, state)
-
-    ref_CK = ref_R.reshape(size, components)
-    local_CK = ref_CK + jnp.log(total_R[:count].reshape(size, components))
-    lse_CK = parts.over_shards(local_CK, options)
+    e_RP, total_CK, ref_CK = _exponentials(
+        route, activation, options, padded, cast_CKE, score_CK
+    )
+    lse_CK = parts.over_shards(ref_CK + jnp.log(total_CK), options)
     nll_C = parts.nll(log_prior_CK, score_CK, lse_CK)
     weight_CK = parts.responsibility(log_prior_CK, score_CK, lse_CK, nll_C, weights_C)
     scale_CK = weight_CK * jnp.exp(ref_CK - lse_CK)
 
     label_C, owned_C = parts.local_labels(labels_C, padded.local_VE.shape[0], options)
-    stored_CK = e_RP[jnp.arange(count), jnp.repeat(label_C, components)]
-    stored_CK = stored_CK.reshape(size, components).astype(wide)
-    delta_CK = scale_CK * jnp.exp(score_CK - ref_CK) * slope_CK - weight_CK * slope_CK
     here_CK = owned_C[:, None] & (weight_CK != 0)
-    stored_CK = jnp.where(here_CK, stored_CK, 0.0)
+    rows = jnp.arange(ref_CK.size).reshape(ref_CK.shape)
+    stored_CK = e_RP[rows, jnp.broadcast_to(label_C[:, None], ref_CK.shape)]
+    stored_CK = jnp.where(here_CK, stored_CK.astype(ref_CK.dtype), 0.0)
+    delta_CK = scale_CK * jnp.exp(score_CK - ref_CK) * slope_CK - weight_CK * slope_CK
     delta_CK = jnp.where(here_CK, delta_CK, 0.0)
 
-    product_RE = _dot(e_RP, padded.table_PE, (1, 0), wide)[:count]
-    context_bar_CKE = scale_CK[:, :, None] * product_RE.reshape(context_CKE.shape)
+    product_RE = _dot(e_RP, padded.table_PE, (1, 0), ref_CK.dtype)
+    product_CKE = product_RE[: ref_CK.size].reshape(context_CKE.shape)
+    label_row_CE = padded.local_VE[label_C].astype(ref_CK.dtype)
     of_label_CK = delta_CK - scale_CK * stored_CK
-    label_row_CE = padded.local_VE[label_C].astype(wide)
+    context_bar_CKE = scale_CK[:, :, None] * product_CKE
     context_bar_CKE += of_label_CK[:, :, None] * label_row_CE[:, None]
+    factors = (scale_CK, stored_CK, delta_CK)
+    sums = _add_to_table(sums, e_RP, cast_CKE, factors, label_C, owned_C)
+    return sums, (context_bar_CKE, nll_C, weight_CK)
 
-    # A column of ones beside the contexts gives the bias its gradient.
-    ones_CK1 = jnp.ones((size, components, 1), wide)
-    context_CKM = jnp.concatenate([cast_CKE.astype(wide), ones_CK1], axis=-1)
-    context_CKM = _pad_width(context_CKM, route.width)
-    scaled_CKM = (scale_CK[:, :, None] * context_CKM).astype(e_RP.dtype)
-    more = ((0, e_RP.shape[0] - count), (0, 0))
-    scaled_RM = jnp.pad(scaled_CKM.reshape(count, -1), more)
-    sum_PM += _dot(e_RP, scaled_RM, (0, 0), wide)
-    update_CKM = delta_CK[:, :, None] * context_CKM
-    update_CKM -= stored_CK[:, :, None] * scaled_CKM.astype(wide)
-    sum_PM = _add_rows(sum_PM, label_C, owned_C, jnp.sum(update_CKM, axis=1))
-    return sum_PM, (context_bar_CKE, nll_C, weight_CK)
+
+def _exponentials(route, activation, options, padded, cast_CKE, score_CK):
+    """E [rows, P], its sums and references [C, K], the guard passed."""
+    size, components, width = cast_CKE.shape
+    count = size * components
+    context_RE = cast_CKE.reshape(count, width)
+    more = (0, _round_up(count, route.multiples[0]) - count)
+    context_RQ = _pad_width(jnp.pad(context_RE, (more, (0, 0))), route.multiples[2])
+
+    def first(context_RQ, ref_R):
+        ref_R = jnp.pad(ref_R, (more,))
+        tables = (padded.table_PQ, padded.bias_P)
+        return route.first(context_RQ, *tables, ref_R, activation)
+
+    def redo(state):
+        small = dataclasses.replace(options, budget_bytes=REDO_BYTES)
+        local = (padded.local_VE, padded.bias_V)
+        lse_CK = route.lse(cast_CKE, *local, activation, small)
+        lse_R = parts.over_shards(lse_CK, options).reshape(count)
+        done = state[3] & jnp.zeros((), bool)
+        return parts.varying_together(*first(context_RQ, lse_R), lse_R, done)
+
+    ref_R = _reference(context_RE, score_CK.reshape(count), padded, activation, options)
+    e_RP, total_R = first(context_RQ, ref_R)
+    far = ~jnp.all(total_R[:count] <= jnp.exp(jnp.asarray(FAR, ref_R.dtype)))
+    if options.vocab_axis is not None:
+        far = jax.lax.pmax(far.astype(jnp.int32), options.vocab_axis) > 0
+    state = parts.varying_together(e_RP, total_R, ref_R, far)
+    # A loop of at most one turn: unlike `cond`, it leaves E where it is.
+    e_RP, total_R, ref_R, _ = jax.lax.while_loop(lambda s: s[3], redo, state)
+    by_token = (size, components)
+    return e_RP, total_R[:count].reshape(by_token), ref_R.reshape(by_token)
 
 
 def _reference(context_RE, score_R, padded, activation, options):
@@ -264,32 +275,74 @@ def _reference(context_RE, score_R, padded, activation, options):
     return jnp.where(score_R > best_R, score_R, best_R)
 
 
-def _add_rows(sum_PM, label_C, owned_C, update_CM):
+def _add_to_table(sums, e_RP, cast_CKE, factors, label_C, owned_C):
+    """The third product, and the label's part put right."""
+    scale_CK, stored_CK, delta_CK = factors
+    size, components, width = cast_CKE.shape
+    wide = scale_CK.dtype
+    columns = max(sums.table_PM.shape[1], width + 1)
+    # A column of ones beside the contexts gives the bias its gradient.
+    ones_CK1 = jnp.ones((size, components, 1), wide)
+    context_CKM = jnp.concatenate([cast_CKE.astype(wide), ones_CK1], axis=-1)
+    context_CKM = _pad_width(context_CKM, columns)
+    scaled_CKM = (scale_CK[:, :, None] * context_CKM).astype(e_RP.dtype)
+    more = ((0, e_RP.shape[0] - size * components), (0, 0))
+    scaled_RM = jnp.pad(scaled_CKM.reshape(size * components, columns), more)
+    update_CKM = delta_CK[:, :, None] * context_CKM
+    update_CKM -= stored_CK[:, :, None] * scaled_CKM.astype(wide)
+    update_CM = jnp.sum(update_CKM, axis=1)
+
+    if sums.bias_P is None:
+        table_PM = sums.table_PM + _dot(e_RP, scaled_RM, (0, 0), wide)
+        (table_PM,) = _add_rows((table_PM,), label_C, owned_C, (update_CM,))
+        return _Sums(table_PM, None)
+    table_PM = sums.table_PM + _dot(e_RP, scaled_RM[:, :width], (0, 0), wide)
+    bias_P = sums.bias_P + _dot(e_RP, scaled_RM[:, width:], (0, 0), wide)[:, 0]
+    updates = (update_CM[:, :width], update_CM[:, width])
+    return _Sums(*_add_rows((table_PM, bias_P), label_C, owned_C, updates))
+
+
+def _add_rows(sums, label_C, owned_C, updates):
     """sum[label[c]] += update[c], equal labels added up in a fixed order.
 
     Within a block of tokens those with equal labels are summed by a product with the
     matrix of their equality, and the first of them writes; so no two writes meet.
     """
-    rows = sum_PM.shape[0]
-
-    def block(sum_PM, tokens):
-        label_B, owned_B, update_BM = tokens
+    words = sums[0].shape[0]
+    for start in range(0, label_C.size, SCATTER_TOKENS):
+        block = slice(start, start + SCATTER_TOKENS)
+        label_B, owned_B = label_C[block], owned_C[block]
         place_B = jnp.arange(label_B.size)
         equal_BB = (label_B[:, None] == label_B[None]) & owned_B[None]
-        together_BM = jnp.matmul(
-            equal_BB.astype(sum_PM.dtype),
-            update_BM,
-            precision=jax.lax.Precision.HIGHEST,
-        )
         earlier_BB = equal_BB & (place_B[None] < place_B[:, None])
         writes_B = owned_B & ~jnp.any(earlier_BB, axis=1)
-        target_B = jnp.where(writes_B, label_B, rows + place_B)
-        sum_PM = sum_PM.at[target_B].add(together_BM, mode="drop", unique_indices=True)
-        return sum_PM, ()
+        target_B = jnp.where(writes_B, label_B, words + place_B)
+        # Or XLA would compute it again for every element that is written.
+        target_B = jax.lax.optimization_barrier(target_B)
+        sums = tuple(
+            total.at[target_B].add(
+                _sum_equal(equal_BB, update[block]), mode="drop", unique_indices=True
+            )
+            for total, update in zip(sums, updates, strict=True)
+        )
+    return sums
 
-    blocks = -(-label_C.size // SCATTER_TOKENS)
-    tokens = (label_C, owned_C, update_CM)
-    return parts.over_chunks(block, sum_PM, tokens, blocks)[0]
+
+def _sum_equal(equal_BB, update_B):
+    """equal @ update; float32 as three bfloat16 terms, which matrix units multiply."""
+    if update_B.dtype != jnp.float32:
+        return equal_BB.astype(update_B.dtype) @ update_B
+    total, rest = 0.0, update_B
+    for _ in range(3):
+        term = rest.astype(jnp.bfloat16)
+        rest = rest - term.astype(jnp.float32)
+        total += jax.lax.dot_general(
+            equal_BB.astype(jnp.bfloat16),
+            term,
+            (((1,), (0,)), ((), ())),
+            preferred_element_type=jnp.float32,
+        )
+    return total
 
 
 def xla_first(context_RQ, table_PQ, bias_P, ref_R, activation):
@@ -301,6 +354,8 @@ def xla_first(context_RQ, table_PQ, bias_P, ref_R, activation):
 
 
 def _dot(left, right, contract, dtype):
+    """A product by itself: fused with what makes its inputs, XLA's is slower."""
+    left, right = jax.lax.optimization_barrier((left, right))
     dims = ((contract[:1], contract[1:]), ((), ()))
     return jax.lax.dot_general(left, right, dims, preferred_element_type=dtype)
 

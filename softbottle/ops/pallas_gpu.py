@@ -34,17 +34,30 @@ LOG2_E = math.log2(math.e)
 WARPGROUP_ROWS = 64
 BLOCK_ROWS = 2 * WARPGROUP_ROWS
 BLOCK_WIDTH = 64
-OUT_WORDS = 64
 MULTIPROCESSORS = 132
 
 _INTERPRET = contextvars.ContextVar("interpret", default=None)
 
 
 class Tile(NamedTuple):
-    """Words of a tile and how many steps along the width are in flight."""
+    """How the work is cut.
+
+    Attributes:
+        words: of the table in one tile.
+        stages: steps along the width that are in shared memory at a time.
+        out: words that leave a warpgroup at a time.
+        cluster: neighbouring blocks that read one tile of the table together.
+    """
 
     words: int
     stages: int
+    out: int
+    cluster: int
+
+    @property
+    def rows(self):
+        """Rows that all blocks of a cluster do at a time."""
+        return BLOCK_ROWS * self.cluster
 
 
 def lse(context_TKE, table_VE, bias_V, activation: Activation, options: Options):
@@ -70,8 +83,8 @@ def loss(
     if not _takes(context_TKE, table_VE, activation, options):
         return blocked.loss(*inputs, activation, options)
     tile = _tile(table_VE.shape[1])
-    multiples = (BLOCK_ROWS, tile.words, BLOCK_WIDTH)
-    route = exponential.Route(first_product, lse, multiples, 8)
+    multiples = (tile.rows, tile.words, BLOCK_WIDTH)
+    route = exponential.Route(first_product, lse, multiples, 32)
     return exponential.loss(route, *inputs, activation, options)
 
 
@@ -111,7 +124,7 @@ def _lse(activation, options, context_TKE, table_VE, bias_V):
     live_V = parts.live_rows(table_VE.shape[0], options)
     bias_V = jnp.where(live_V, bias_V.astype(jnp.float32), exponential.DEAD)
     context_RE = context_TKE.reshape(tokens * components, width).astype(dtype)
-    context_RQ = _pad(context_RE, BLOCK_ROWS, BLOCK_WIDTH)
+    context_RQ = _pad(context_RE, tile.rows, BLOCK_WIDTH)
     table_PQ = _pad(table_VE.astype(dtype), tile.words, BLOCK_WIDTH)
     more = table_PQ.shape[0] - bias_V.size
     bias_P = jnp.pad(bias_V, (0, more), constant_values=exponential.DEAD)
@@ -154,7 +167,7 @@ def _takes(context_TKE, table_VE, activation, options):
 def _tile(width):
     """Measured on an H200; the ring and the tile on its way out share 227 KiB."""
     del width
-    return Tile(words=256, stages=3)
+    return Tile(words=256, stages=3, out=64, cluster=1)
 
 
 def _pad(array_RE, rows, width):
@@ -186,12 +199,15 @@ def _kernel_call(store, activation, tile, interpret, *inputs):
     stats = shape((tiles, rows), jnp.float32)
     first = shape((rows, words), inputs[0].dtype) if store else stats
     body = functools.partial(_kernel, store, activation, tile)
-    jobs = tiles * (rows // BLOCK_ROWS)
+    jobs = tiles * (rows // tile.rows)
+    clusters = 2 if interpret else MULTIPROCESSORS // tile.cluster
     return plgpu.kernel(
         body,
         out_type=[first, stats],
-        grid=(min(jobs, 2 if interpret else MULTIPROCESSORS),),
-        grid_names=("blocks",),
+        grid=(min(jobs, clusters),),
+        grid_names=("clusters",),
+        cluster=(tile.cluster,),
+        cluster_names=("cluster",),
         num_threads=3,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(
@@ -208,7 +224,7 @@ def _kernel(store, activation, tile, *refs):
 
     *inputs, first_out, sum_NR = refs
     context_RQ, table_PQ, bias_P = inputs[:3]
-    row_tiles = context_RQ.shape[0] // BLOCK_ROWS
+    row_tiles = context_RQ.shape[0] // tile.rows
     word_tiles = table_PQ.shape[0] // tile.words
     steps = context_RQ.shape[1] // BLOCK_WIDTH
     # A slot of the ring is handed back one step late, so that two multiplications are
@@ -223,14 +239,17 @@ def _kernel(store, activation, tile, *refs):
         return (tiling, plgpu.SwizzleTransform(swizzle))
 
     def pipeline(body, context):
-        def spec(rows):
+        def spec(rows, shared_by=()):
             return plgpu.BlockSpec(
                 (rows, BLOCK_WIDTH),
                 lambda step: (0, step),
                 transforms=layout(BLOCK_WIDTH),
                 memory_space=plgpu.SMEM,
                 delay_release=late,
+                collective_axes=shared_by,
             )
+
+        shared_by = ("cluster",) if tile.cluster > 1 else ()
 
         return plgpu.emit_pipeline_warp_specialized(
             body,
@@ -240,7 +259,7 @@ def _kernel(store, activation, tile, *refs):
             num_compute_wgs=2,
             max_concurrent_steps=tile.stages,
             compute_context=context,
-            in_specs=[spec(BLOCK_ROWS), spec(tile.words)],
+            in_specs=[spec(BLOCK_ROWS), spec(tile.words, shared_by)],
         )
 
     def nothing(*_, **__):
@@ -252,8 +271,8 @@ def _kernel(store, activation, tile, *refs):
         "arrived": plgpu.Barrier(num_arrivals=1 + store, num_barriers=2),
     }
     if store:
-        out = (2, 2, WARPGROUP_ROWS, OUT_WORDS)
-        scratch["out_smem"] = plgpu.SMEM(out, dtype, transforms=layout(OUT_WORDS))
+        out = (2, 2, WARPGROUP_ROWS, tile.out)
+        scratch["out_smem"] = plgpu.SMEM(out, dtype, transforms=layout(tile.out))
 
     @functools.partial(
         pl.run_scoped,
@@ -264,10 +283,11 @@ def _kernel(store, activation, tile, *refs):
     def block(ring, bias_smem, stats_smem, arrived, out_smem=None):
         me = lax.axis_index("warpgroup")
 
-        @plgpu.nd_loop((row_tiles * word_tiles,), collective_axes="blocks")
+        @plgpu.nd_loop((row_tiles * word_tiles,), collective_axes="clusters")
         def job(loop):
             word_tile = lax.div(loop.index[0], row_tiles)
-            row_tile = lax.rem(loop.index[0], row_tiles)
+            row_tile = lax.rem(loop.index[0], row_tiles) * tile.cluster
+            row_tile += lax.axis_index("cluster")
             words = pl.ds(word_tile * tile.words, tile.words)
             rows = pl.ds(row_tile * BLOCK_ROWS + me * WARPGROUP_ROWS, WARPGROUP_ROWS)
 
@@ -294,18 +314,18 @@ def _kernel(store, activation, tile, *refs):
                     by_word = plgpu.Layout.WGMMA.reduce(0)
                     by_row = plgpu.Layout.WGMMA.reduce(1)
                     gain = functools.partial(_GAINS[activation.apply], activation.theta)
-                    shape = (WARPGROUP_ROWS, OUT_WORDS)
+                    shape = (WARPGROUP_ROWS, tile.out)
                     sum_RW = sum_ref[...]
 
                     def logits(part):
                         """A part of the tile, in base 2: few enough for registers."""
-                        here = slice(part * OUT_WORDS, (part + 1) * OUT_WORDS)
-                        bias_smem_W = bias_smem.at[me, pl.ds(here.start, OUT_WORDS)]
+                        here = slice(part * tile.out, (part + 1) * tile.out)
+                        bias_smem_W = bias_smem.at[me, pl.ds(here.start, tile.out)]
                         bias_W = plgpu.load(bias_smem_W, layout=by_word)
                         bias_RW = lax.broadcast_in_dim(bias_W, shape, [1])
                         return sum_RW[:, here] * LOG2_E + bias_RW
 
-                    parts_of_tile = range(tile.words // OUT_WORDS)
+                    parts_of_tile = range(tile.words // tile.out)
                     if store:
                         ref_R = plgpu.load(stats_smem.at[me, 0], layout=by_row)
                     else:
@@ -326,10 +346,10 @@ def _kernel(store, activation, tile, *refs):
                         plgpu.wait_smem_to_gmem(1, wait_read_only=True)
                         out_smem[me, part % 2] = e_RW.astype(dtype)
                         plgpu.commit_smem()
-                        start = word_tile * tile.words + part * OUT_WORDS
+                        start = word_tile * tile.words + part * tile.out
                         plgpu.copy_smem_to_gmem(
                             out_smem.at[me, part % 2],
-                            first_out.at[rows, pl.ds(start, OUT_WORDS)],
+                            first_out.at[rows, pl.ds(start, tile.out)],
                         )
                     stats_smem[me, 1] = total_R
                     if not store:
