@@ -1,10 +1,14 @@
-"""Time a training step, whole and by part, on this machine.
+"""Race ours against peers, or time a training step by part, on this machine.
 
+    python launch/bench.py --suite head --peers torch,cce --json head.json
+    python launch/bench.py --suite head --sweep components --peers torch --json k.json
+    python launch/bench.py --draw k.json,v.json --out docs/results/cost.png
     python launch/bench.py --config configs/ptb.py:mos --vocab 10000 --length 70
 
-Prints one JSON line, and writes it to --json if that is given.
+Prints tables, and writes every number to --json. docs/bench.md explains the columns.
 """
 
+import importlib.util
 import json
 import pathlib
 import sys
@@ -13,23 +17,122 @@ from absl import app, flags
 from ml_collections import config_flags
 
 from softbottle import config
-from softbottle.bench import step
+from softbottle.bench import race, table, worker
+from softbottle.ops import lstm
+
+# What a suite needs is imported when it is run: a step takes the whole training system,
+# a race jax alone.
+SUITES = ("head", "lstm", "step", "decode")
+# The recipes whose steps are compared, and how many words their corpora have.
+RECIPES = {"ptb": ("ptb", 10_000), "wt2": ("wt2", 33_278), "lm1b-100k": ("lm1b", 10**5)}
 
 CONFIG = config_flags.DEFINE_config_file("config", help_string="A file of configs/.")
-VOCAB = flags.DEFINE_integer("vocab", 10_000, "How many words.", lower_bound=2)
-LENGTH = flags.DEFINE_integer("length", 70, "Positions of a row.", lower_bound=2)
+SUITE = flags.DEFINE_string("suite", None, f"One of {', '.join(SUITES)}.")
+SHAPES = flags.DEFINE_list("shapes", [], "Sizes by name; default: all, tiny on a CPU.")
+SWEEP = flags.DEFINE_string("sweep", None, "head: components or vocab.")
+IMPLEMENTATIONS = flags.DEFINE_list("implementations", [], "Ours, by name.")
+PEERS = flags.DEFINE_list("peers", [], "torch, cce.")
+BUDGET = flags.DEFINE_integer("budget_mib", 0, "0: the default.", lower_bound=0)
+DTYPE = flags.DEFINE_enum(
+    "dtype", None, ["bfloat16", "float32"], "lstm, step: of our products' inputs."
+)
+SECONDS = flags.DEFINE_float("seconds", 0.5, "Of timing a variant.", lower_bound=0)
+LIMIT = flags.DEFINE_float("limit", 180.0, "Seconds a variant may take in all.")
+VOCAB = flags.DEFINE_integer("vocab", 10_000, "--config: words.", lower_bound=2)
+LENGTH = flags.DEFINE_integer("length", 70, "--config: positions.", lower_bound=2)
 JSON = flags.DEFINE_string("json", None, "Where the numbers go as well.")
+DRAW = flags.DEFINE_list("draw", [], "JSON files of sweeps, to be drawn, not run.")
+OUT = flags.DEFINE_string("out", "docs/results/cost.png", "Where --draw draws.")
 
 
 def main(arguments: list[str]) -> None:
-    """Time what the flags say."""
+    """Race or time what the flags say."""
     if len(arguments) > 1:
         raise app.UsageError(f"not understood: {arguments[1:]}")
-    if CONFIG.value is None:
-        raise app.UsageError("--config is needed, for example configs/ptb.py")
-    result = step.run(CONFIG.value, VOCAB.value, LENGTH.value)
+    try:
+        if DRAW.value:
+            from softbottle.bench import plot
+
+            plot.cost(DRAW.value, OUT.value)
+            return
+        result = _run(SUITE.value or ("step" if CONFIG.value else ""))
+    except ValueError as error:
+        sys.exit(str(error))
     if JSON.value:
         pathlib.Path(JSON.value).write_text(json.dumps(result, indent=2))
+
+
+def _run(suite):
+    race.check_names("suite", [suite], list(SUITES))
+    if suite == "step" and CONFIG.value:
+        from softbottle.bench import step
+
+        CONFIG.value.model.compute_dtype = (
+            DTYPE.value or CONFIG.value.model.compute_dtype
+        )
+        return step.run(CONFIG.value, VOCAB.value, LENGTH.value)
+    with worker.children(LIMIT.value) as ask:
+        result = RUNS[suite](ask, seconds=SECONDS.value)
+    print(table.render(result))
+    return result
+
+
+def _head(ask, seconds):
+    return race.head(
+        ask,
+        SHAPES.value,
+        IMPLEMENTATIONS.value or ["auto", "blocked"],
+        PEERS.value,
+        sweep=SWEEP.value,
+        budget_mib=BUDGET.value,
+        seconds=seconds,
+    )
+
+
+def _lstm(ask, seconds):
+    return race.lstm(
+        ask,
+        SHAPES.value,
+        IMPLEMENTATIONS.value or list(lstm.IMPLEMENTATIONS),
+        PEERS.value,
+        dtype=DTYPE.value or "bfloat16",
+        seconds=seconds,
+    )
+
+
+def _step(ask, seconds):
+    from softbottle.bench import slowdown
+
+    names = SHAPES.value or list(RECIPES)
+    race.check_names("recipe", names, list(RECIPES))
+    recipes = {name: (_recipe(RECIPES[name][0]), RECIPES[name][1]) for name in names}
+    return slowdown.run(ask, recipes, PEERS.value, seconds=seconds)
+
+
+def _decode(ask, seconds):
+    return race.decode(
+        ask,
+        SHAPES.value,
+        IMPLEMENTATIONS.value or ["auto"],
+        budget_mib=BUDGET.value,
+        seconds=seconds,
+    )
+
+
+def _recipe(name):
+    """The mixture of a file of configs/, as the flags change it."""
+    path = pathlib.Path(__file__).resolve().parents[1] / "configs" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"{name}_recipe", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    recipe = module.get_config("mos")
+    recipe.model.compute_dtype = DTYPE.value or recipe.model.compute_dtype
+    recipe.head.budget_mib = BUDGET.value or recipe.head.budget_mib
+    recipe.head.implementation = (IMPLEMENTATIONS.value or ["auto"])[0]
+    return recipe
+
+
+RUNS = {"head": _head, "lstm": _lstm, "step": _step, "decode": _decode}
 
 
 if __name__ == "__main__":

@@ -6,9 +6,7 @@ masks, clipping, update, average).
 """
 
 import json
-import statistics
-import time
-from collections.abc import Callable
+import math
 from typing import Any
 
 import jax
@@ -19,65 +17,98 @@ from softbottle import config as config_lib
 from softbottle import model as model_lib
 from softbottle import optim, train
 from softbottle.backbones import make as make_backbone
+from softbottle.bench import timing
 from softbottle.data.batches import Batch
 
-
-def milliseconds(
-    function: Callable[[], Any], rounds: int = 5, calls: int = 20
-) -> float:
-    """Median over rounds of the mean time of a call, the device included."""
-    jax.block_until_ready(function())
-    times = []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        for _ in range(calls):
-            result = function()
-        jax.block_until_ready(result)
-        times.append((time.perf_counter() - start) / calls)
-    return 1e3 * statistics.median(times)
+Row = dict[str, Any]
+# Recurrences that were timed already: heads on one backbone share its time.
+_RECURRENCES: dict[str, float] = {}
 
 
-def run(config: config_lib.Config, vocab: int, length: int) -> dict[str, Any]:
-    """Time a config's training step, whole and by part.
+def run(config: config_lib.Config, vocab: int, length: int) -> Row:
+    """Time a config's training step, whole and by part, and print it as JSON.
 
     Args:
         config: a run's settings; the corpus is not read, the words are random.
         vocab: how many words there are.
         length: positions of a row, all of them real.
     """
-    config = config_lib.validate(config)
-    model = model_lib.make(config, vocab)
-    tx = optim.make(config.optim)
-    batch = _random_batch(config, vocab, length)
-    state = train.init_state(config, model, tx)
-    head = _head(config, model, state.params, batch)
-    recurrence = _recurrence(config, state.params, batch, model.initial_carry)
-    parts = {"head": milliseconds(head), "recurrence": milliseconds(recurrence)}
-    step, held = train.make_step(config, model, tx), [state]
-
-    def whole():
-        held[0], measured = step(held[0], batch, False)
-        return measured
-
-    total = milliseconds(whole)
-    rest = total - sum(parts.values())
-    result = {
-        "head_name": config.head.name,
-        "components": config.head.components,
-        "tokens": int(batch.ids_BS.size),
-        "vocab": vocab,
-        "device": jax.devices()[0].device_kind,
-        "step_ms": total,
-        **{f"{name}_ms": value for name, value in parts.items()},
-        "rest_ms": rest,
-        "tokens_per_second": 1e3 * batch.ids_BS.size / total,
-    }
+    result = measure(config, vocab, length)
+    del result["ms"], result["loss"]
     print(
         json.dumps(
             {k: round(v, 4) if isinstance(v, float) else v for k, v in result.items()}
         )
     )
     return result
+
+
+def run_task(task: Row) -> Row:
+    """Time the step of a task's "config", with its "vocab" and "length"."""
+    config = config_lib.from_dict(task["config"])
+    row = measure(config, task["vocab"], task["length"], task["seconds"])
+    # Parameters are as they start and words are random: nothing is predictable yet.
+    if not abs(row["loss"] - math.log(task["vocab"])) < 1.0:
+        reason = f"wrong: loss {row['loss']:.3f}, not about log {task['vocab']}"
+        return {"status": "wrong", "reason": reason}
+    return row
+
+
+def measure(
+    config: config_lib.Config, vocab: int, length: int, seconds: float = 0.5
+) -> Row:
+    """Milliseconds of a training step, of its parts, and of what is beside them."""
+    config = config_lib.validate(config)
+    model = model_lib.make(config, vocab)
+    tx = optim.make(config.optim)
+    batch = _random_batch(config, vocab, length)
+    state = train.init_state(config, model, tx)
+
+    def milliseconds(function):
+        return timing.milliseconds(function, jax.block_until_ready, seconds)
+
+    head_ms = milliseconds(_head(config, model, state.params, batch))
+    values = config_lib.to_dict(config)
+    backbone = json.dumps([values["model"], batch.ids_BS.shape])
+    if backbone not in _RECURRENCES:
+        recurrence = _recurrence(config, state.params, batch, model.initial_carry)
+        _RECURRENCES[backbone] = milliseconds(recurrence)
+    step, held = train.make_step(config, model, tx), [state]
+
+    def whole():
+        held[0], measured = step(held[0], batch, False)
+        return measured
+
+    first = whole()
+    loss = float(first["total"] / first["count"])
+    total = milliseconds(whole)
+    return {
+        "head_name": config.head.name,
+        "components": config.head.components,
+        "tokens": int(batch.ids_BS.size),
+        "vocab": vocab,
+        "device": jax.devices()[0].device_kind,
+        "loss": loss,
+        "ms": total,
+        "step_ms": total,
+        "head_ms": head_ms,
+        "recurrence_ms": _RECURRENCES[backbone],
+        "rest_ms": total - head_ms - _RECURRENCES[backbone],
+        "tokens_per_second": 1e3 * batch.ids_BS.size / total,
+    }
+
+
+def rivals(config: config_lib.Config) -> dict[str, config_lib.Config]:
+    """A mixture's recipe, and the same one with a plain softmax, in two ways.
+
+    "softmax" reads a last layer as wide as the table, as tied models do; "one
+    component" keeps the backbone as it is, with the mixture's projection in between.
+    """
+    softmax = model_lib.with_head(config, "softmax", config_lib.context_dim(config))
+    softmax.regularise.latent = 0.0
+    single = config_lib.from_dict(config_lib.to_dict(config))
+    single.head.components = 1
+    return {config.head.name: config, "softmax": softmax, "one component": single}
 
 
 def _random_batch(config, vocab, length):

@@ -16,7 +16,6 @@ A label that is no word of the vocabulary gives NaN, never a plausible loss; run
 
 import jax
 import jax.numpy as jnp
-from absl import logging
 
 from softbottle.ops import blocked, decode, pallas_gpu, parts, reference
 from softbottle.ops.activations import SOFTMAX, Activation
@@ -169,7 +168,7 @@ def _implementation(options):
     name = options.implementation
     if name == "auto":
         name = "pallas_gpu" if pallas_gpu.runs_here() else "blocked"
-        logging.log_first_n(logging.INFO, "The head's implementation is %s.", 1, name)
+        parts.note(f"The head's implementation is {name}.")
     if name not in IMPLEMENTATIONS:
         raise ValueError(
             f"no implementation is called {name!r}; there are "

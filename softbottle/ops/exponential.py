@@ -107,9 +107,9 @@ def _loss_forward(route, activation, options, context_TKE, table_VE, bias_V, *to
     def chunk(sums, tokens):
         return one_chunk(padded, sums, *tokens)
 
-    words, width = padded.table_PE.shape
-    sums = _zero_sums(route, context_TKE, padded.table_PE)
-    itemsize = padded.table_PE.dtype.itemsize
+    words, width = padded.table_PQ.shape[0], table_VE.shape[1]
+    sums = _zero_sums(route, context_TKE, words, table_VE)
+    itemsize = padded.table_PQ.dtype.itemsize
     chunks = chunk_count(
         context_TKE.shape[0],
         context_TKE.shape[1] * words * itemsize,
@@ -141,12 +141,12 @@ _loss.defvjp(_loss_forward, _loss_backward)
 
 
 class _Padded(NamedTuple):
-    """The table in the products' dtype, in the two widths, and what goes with it."""
+    """The table in the products' dtype and in their widths, and what goes with it."""
 
     local_VE: jax.Array  # without padding, for the label's rows and the safe path
     bias_V: jax.Array
     table_PQ: jax.Array
-    table_PE: jax.Array
+    table_PF: jax.Array
     bias_P: jax.Array
     sample_WE: jax.Array
     sample_bias_W: jax.Array
@@ -166,7 +166,8 @@ def _pad(route, context_TKE, table_VE, bias_V, options):
         cast_VE,
         bias_V,
         _pad_width(table_PE, route.multiples[2]),
-        table_PE,
+        # A library's product wants rows of whole 16 bytes, and needs no more.
+        _pad_width(table_PE, min(8, route.width)),
         jnp.pad(masked_V, (more,), constant_values=DEAD),
         cast_VE[::stride],
         masked_V[::stride],
@@ -176,18 +177,19 @@ def _pad(route, context_TKE, table_VE, bias_V, options):
 class _Sums(NamedTuple):
     """The gradients of table and bias so far.
 
-    The bias's is a column of the table's where the padded width has room for it, else
-    (a width of 1,024 would become 1,088) an array and a product of its own.
+    The bias's is a column of the table's where that costs little: where the padded
+    width has room for it, and where it is a small part of the width. Else (1,024 would
+    become 1,056, a fifth slower) it is an array and a product of its own.
     """
 
     table_PM: jax.Array
     bias_P: jax.Array | None
 
 
-def _zero_sums(route, context_TKE, table_PE):
-    words, width = table_PE.shape
-    wide = sum_dtype(context_TKE, table_PE)
-    rides = route.width == 1 or width % 128 != 0
+def _zero_sums(route, context_TKE, words, table_VE):
+    width = table_VE.shape[1]
+    wide = sum_dtype(context_TKE, table_VE)
+    rides = route.width == 1 or width % 128 != 0 or width >= 4096
     columns = _round_up(width + rides, route.width)
     zeros = _Sums(
         jnp.zeros((words, columns), wide), None if rides else jnp.zeros(words, wide)
@@ -220,8 +222,9 @@ def _chunk(route, activation, options, padded, sums, *tokens):
     delta_CK = scale_CK * jnp.exp(score_CK - ref_CK) * slope_CK - weight_CK * slope_CK
     delta_CK = jnp.where(here_CK, delta_CK, 0.0)
 
-    product_RE = _dot(e_RP, padded.table_PE, (1, 0), ref_CK.dtype)
-    product_CKE = product_RE[: ref_CK.size].reshape(context_CKE.shape)
+    product_RF = _dot(e_RP, padded.table_PF, (1, 0), ref_CK.dtype)
+    product_RE = product_RF[: ref_CK.size, : context_CKE.shape[2]]
+    product_CKE = product_RE.reshape(context_CKE.shape)
     label_row_CE = padded.local_VE[label_C].astype(ref_CK.dtype)
     of_label_CK = delta_CK - scale_CK * stored_CK
     context_bar_CKE = scale_CK[:, :, None] * product_CKE
@@ -279,13 +282,13 @@ def _add_to_table(sums, e_RP, cast_CKE, factors, label_C, owned_C):
     """The third product, and the label's part put right."""
     scale_CK, stored_CK, delta_CK = factors
     size, components, width = cast_CKE.shape
-    wide = scale_CK.dtype
+    wide, dtype = scale_CK.dtype, e_RP.dtype
     columns = max(sums.table_PM.shape[1], width + 1)
     # A column of ones beside the contexts gives the bias its gradient.
     ones_CK1 = jnp.ones((size, components, 1), wide)
     context_CKM = jnp.concatenate([cast_CKE.astype(wide), ones_CK1], axis=-1)
     context_CKM = _pad_width(context_CKM, columns)
-    scaled_CKM = (scale_CK[:, :, None] * context_CKM).astype(e_RP.dtype)
+    scaled_CKM = (scale_CK[:, :, None] * context_CKM).astype(dtype)
     more = ((0, e_RP.shape[0] - size * components), (0, 0))
     scaled_RM = jnp.pad(scaled_CKM.reshape(size * components, columns), more)
     update_CKM = delta_CK[:, :, None] * context_CKM
@@ -294,15 +297,15 @@ def _add_to_table(sums, e_RP, cast_CKE, factors, label_C, owned_C):
 
     if sums.bias_P is None:
         table_PM = sums.table_PM + _dot(e_RP, scaled_RM, (0, 0), wide)
-        (table_PM,) = _add_rows((table_PM,), label_C, owned_C, (update_CM,))
+        (table_PM,) = _add_rows((table_PM,), label_C, owned_C, (update_CM,), dtype)
         return _Sums(table_PM, None)
     table_PM = sums.table_PM + _dot(e_RP, scaled_RM[:, :width], (0, 0), wide)
     bias_P = sums.bias_P + _dot(e_RP, scaled_RM[:, width:], (0, 0), wide)[:, 0]
     updates = (update_CM[:, :width], update_CM[:, width])
-    return _Sums(*_add_rows((table_PM, bias_P), label_C, owned_C, updates))
+    return _Sums(*_add_rows((table_PM, bias_P), label_C, owned_C, updates, dtype))
 
 
-def _add_rows(sums, label_C, owned_C, updates):
+def _add_rows(sums, label_C, owned_C, updates, dtype):
     """sum[label[c]] += update[c], equal labels added up in a fixed order.
 
     Within a block of tokens those with equal labels are summed by a product with the
@@ -321,28 +324,27 @@ def _add_rows(sums, label_C, owned_C, updates):
         target_B = jax.lax.optimization_barrier(target_B)
         sums = tuple(
             total.at[target_B].add(
-                _sum_equal(equal_BB, update[block]), mode="drop", unique_indices=True
+                _sum_equal(equal_BB, update[block], dtype),
+                mode="drop",
+                unique_indices=True,
             )
             for total, update in zip(sums, updates, strict=True)
         )
     return sums
 
 
-def _sum_equal(equal_BB, update_B):
-    """equal @ update; float32 as three bfloat16 terms, which matrix units multiply."""
-    if update_B.dtype != jnp.float32:
-        return equal_BB.astype(update_B.dtype) @ update_B
-    total, rest = 0.0, update_B
-    for _ in range(3):
-        term = rest.astype(jnp.bfloat16)
-        rest = rest - term.astype(jnp.float32)
-        total += jax.lax.dot_general(
-            equal_BB.astype(jnp.bfloat16),
-            term,
-            (((1,), (0,)), ((), ())),
-            preferred_element_type=jnp.float32,
-        )
-    return total
+def _sum_equal(equal_BB, update_B, dtype):
+    """equal @ update; beside bfloat16 products as two terms of it, 16 bits in all."""
+    if dtype != jnp.bfloat16:
+        equal_BB = equal_BB.astype(update_B.dtype)
+        return jnp.matmul(equal_BB, update_B, precision=jax.lax.Precision.HIGHEST)
+    equal_BB = equal_BB.astype(dtype)
+    high_B = update_B.astype(dtype)
+    low_B = (update_B - high_B.astype(update_B.dtype)).astype(dtype)
+    return sum(
+        jnp.matmul(equal_BB, term_B, preferred_element_type=update_B.dtype)
+        for term_B in (high_B, low_B)
+    )
 
 
 def xla_first(context_RQ, table_PQ, bias_P, ref_R, activation):

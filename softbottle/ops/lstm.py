@@ -16,7 +16,9 @@ each step.
 A stack runs one layer after the other ("scan") or as a wavefront: in step s layer l
 stands at position s - l and reads what layer l - 1 left one step earlier, so that one
 batched product a step serves all layers, padded to the widest. A layer that has not
-begun, has ended or stands on padding keeps its state. Both agree to rounding.
+begun, has ended or stands on padding keeps its state. On Hopper GPUs and in bfloat16
+the loop can be a kernel that keeps the weights on chip ("persistent"; lstm_gpu.py).
+All agree to rounding.
 """
 
 import functools
@@ -25,9 +27,10 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from absl import logging
 from jax import lax
 
-IMPLEMENTATIONS = ("scan", "wavefront")
+IMPLEMENTATIONS = ("scan", "wavefront", "persistent")
 
 
 class Weights(NamedTuple):
@@ -111,33 +114,85 @@ def stack(
             reads, the same at every position and absent from the layer's own
             recurrence. They are constants: no gradient flows to them.
         valid_SB: False on padding, as in `lstm`.
-        implementation: "scan" or "wavefront".
-        compute_dtype, unroll: as in `lstm`.
+        implementation: one of IMPLEMENTATIONS, or "auto" for "persistent" where it
+            runs, on one device, and else "wavefront".
+        compute_dtype, unroll: as in `lstm`; "persistent" has no use for `unroll`.
 
     Returns:
         The last layer's outputs [S, B, H] and the state of each layer.
 
     Raises:
-        ValueError: on an unknown implementation or a wrong number of states or masks.
+        ValueError: on an unknown implementation, one that cannot run here, or a wrong
+            number of states or masks.
     """
     _check(implementation, len(layers), carries, masks)
     if valid_SB is None:
         valid_SB = jnp.ones(inputs_SBI.shape[:2], bool)
     dtype = jnp.dtype(inputs_SBI.dtype if compute_dtype is None else compute_dtype)
+    if implementation in ("auto", "persistent"):
+        refusals = _refusals(layers, inputs_SBI.shape[1], dtype)
+        if implementation == "auto":
+            implementation = _choose(refusals)
+        elif refusals:
+            raise ValueError(f"'persistent' {'; '.join(refusals)}.")
+    if implementation == "persistent":
+        return _run_persistent(inputs_SBI, carries, layers, masks, valid_SB)
     run = _one_by_one if implementation == "scan" else _wavefront
     wave = functools.partial(_wave, dtype, unroll)
     return run(wave, inputs_SBI, carries, layers, masks, valid_SB)
 
 
 def _check(implementation, depth, carries, masks):
-    if implementation not in IMPLEMENTATIONS:
+    if implementation not in (names := ("auto", *IMPLEMENTATIONS)):
         raise ValueError(
-            f"implementation must be one of {IMPLEMENTATIONS}, got {implementation!r}."
+            f"implementation must be one of {names}, got {implementation!r}."
         )
     if len(carries) != depth:
         raise ValueError(f"{depth} layers take {depth} states, got {len(carries)}.")
     if masks is not None and len(masks) != depth - 1:
         raise ValueError(f"{depth} layers take {depth - 1} masks, got {len(masks)}.")
+
+
+def _refusals(layers, rows, dtype):
+    """Why the layers cannot be kernels; each reason once."""
+    from softbottle.ops import lstm_gpu  # noqa: PLC0415 (Pallas is slow to import)
+
+    sizes = [weights.recurrent_HG.shape[0] for weights in layers]
+    reasons = [lstm_gpu.refusals(rows, size, dtype) for size in sizes]
+    return list(dict.fromkeys(sum(reasons, [])))
+
+
+def _choose(refusals):
+    if jax.device_count() > 1:
+        refusals = [*refusals, f"runs on one device, got {jax.device_count()}"]
+    chosen = "wavefront" if refusals else "persistent"
+    logging.log_first_n(
+        logging.INFO, "LSTM: %s (persistent: %s).", 1, chosen, refusals or "runs here"
+    )
+    return chosen
+
+
+def _run_persistent(inputs_SBI, carries, layers, masks, valid_SB):
+    """Hand the kernels as many layers at a time as they take."""
+    from softbottle.ops import lstm_gpu  # noqa: PLC0415 (Pallas is slow to import)
+
+    rows = inputs_SBI.shape[1]
+    sizes = [weights.recurrent_HG.shape[0] for weights in layers]
+    units = [lstm_gpu.padded(rows, size)[1] for size in sizes]
+    finals = []
+    for run in lstm_gpu.together(lstm_gpu.padded(rows, 0)[0], units):
+        if run.start and masks is not None:
+            mask_BH = lax.stop_gradient(masks[run.start - 1]).astype(inputs_SBI.dtype)
+            inputs_SBI *= mask_BH[None]
+        inputs_SBI, states = _persistent(
+            inputs_SBI,
+            tuple(carries[run]),
+            tuple(layers[run]),
+            masks and tuple(masks[run.start : run.stop - 1]),
+            valid_SB,
+        )
+        finals.extend(states)
+    return inputs_SBI, tuple(finals)
 
 
 def _one_by_one(wave, inputs_SBI, carries, layers, masks, valid_SB):
@@ -181,8 +236,9 @@ def _wavefront(wave, inputs_SBI, carries, layers, masks, valid_SB):
     return outputs_SBH[:, :, : sizes[-1]], tuple(finals)
 
 
-def _pad_last(values_BH, width):
-    return jnp.pad(values_BH, ((0, 0), (0, width - values_BH.shape[-1])))
+def _pad_last(values, width):
+    padding = [(0, 0)] * (values.ndim - 1)
+    return jnp.pad(values, (*padding, (0, width - values.shape[-1])))
 
 
 def _widen(weight_IG, inputs, width):
@@ -269,6 +325,8 @@ def _backward(dtype, unroll, saved, bars):
 def _bars_after_loop(dtype, operands, before_SLBH, state_bars, z_bar_SLBG):
     """All the gradients, given those of the pre-activations; one product each."""
     low_bar_SBG = z_bar_SLBG[: operands.inputs_SBI.shape[0], 0]
+    # Kept apart, or XLA makes one product of two and then copies the halves.
+    low_bar_SBG = lax.optimization_barrier(low_bar_SBG)
     operand_SLBJ = jax.vmap(_operand, (0, None))(before_SLBH, operands.mask_MBH)
     bars = _Operands(
         _product("sbg,ig->sbi", dtype, low_bar_SBG, operands.input_IG),
@@ -284,6 +342,130 @@ def _bars_after_loop(dtype, operands, before_SLBH, state_bars, z_bar_SLBG):
 
 
 _wave.defvjp(_forward, _backward)
+
+
+@jax.custom_vjp
+def _persistent(inputs_SBI, carries, layers, masks, valid_SB):
+    """Layers whose positions are one kernel forward and one a layer backward."""
+    return _persistent_forward(inputs_SBI, carries, layers, masks, valid_SB)[0]
+
+
+def _persistent_forward(inputs_SBI, carries, layers, masks, valid_SB):
+    from softbottle.ops import lstm_gpu  # noqa: PLC0415 (Pallas is slow to import)
+
+    rows = inputs_SBI.shape[1]
+    sizes = [weights.recurrent_HG.shape[0] for weights in layers]
+    units = tuple(lstm_gpu.padded(rows, size)[1] for size in sizes)
+    width = max(units)
+    pad_rows = functools.partial(_pad_rows, lstm_gpu.padded(rows, 0)[0])
+
+    def by_gate(weight_IG):
+        """[Q, H, I] of the widest layer, as the kernel reads it."""
+        wide_IG = _widen(weight_IG.astype(jnp.bfloat16), width, width)
+        return wide_IG.reshape(width, 4, width).transpose(1, 2, 0)
+
+    biases = [w.input_bias_G + w.recurrent_bias_G for w in layers]
+    biases = [_widen(bias_G[None].astype(jnp.float32), 1, width) for bias_G in biases]
+    ones_BH = jnp.ones((rows, sizes[-1]), jnp.float32)
+    factors = [*(masks or [jnp.ones((rows, size)) for size in sizes[:-1]]), ones_BH]
+    upper = [by_gate(w.input_IG) for w in layers[1:]] or [
+        by_gate(layers[0].recurrent_HG)
+    ]
+    stack = lstm_gpu.Stack(
+        units,
+        jnp.stack(biases).reshape(-1, 4, width),
+        jnp.stack([by_gate(w.recurrent_HG) for w in layers]),
+        jnp.stack(upper),
+        pad_rows(_stack_wide(factors, width)).astype(jnp.float32),
+    )
+    input_IG = _widen(layers[0].input_IG, inputs_SBI.shape[-1], width)
+    z_SBG = _product("sbi,ig->sbg", jnp.bfloat16, pad_rows(inputs_SBI), input_IG)
+    trace = lstm_gpu.forward(
+        z_SBG.reshape(*z_SBG.shape[:2], 4, width),
+        stack,
+        pad_rows(_stack_wide([c.hidden_BH for c in carries], width)).astype(
+            jnp.bfloat16
+        ),
+        pad_rows(_stack_wide([c.cell_BH for c in carries], width)).astype(jnp.float32),
+        pad_rows(valid_SB[:, :, None])[:, :, 0],
+    )
+    top_SBH = trace.hidden_LZBH[-1, 1:, :rows, : sizes[-1]]
+    finals = [
+        Carry(
+            trace.hidden_LZBH[index, -1, :rows, :size].astype(carry.hidden_BH.dtype),
+            trace.cell_LZBH[index, -1, :rows, :size].astype(carry.cell_BH.dtype),
+        )
+        for index, (carry, size) in enumerate(zip(carries, sizes, strict=True))
+    ]
+    top_SBH = jnp.where(valid_SB[:, :, None], top_SBH, 0).astype(inputs_SBI.dtype)
+    saved = (inputs_SBI, carries, layers, masks, valid_SB, trace)
+    return (top_SBH, tuple(finals)), saved
+
+
+def _persistent_backward(saved, bars):
+    from softbottle.ops import lstm_gpu  # noqa: PLC0415 (Pallas is slow to import)
+
+    inputs_SBI, carries, layers, masks, valid_SB, trace = saved
+    output_bar_SBH, final_bars = bars
+    steps, rows, _ = inputs_SBI.shape
+    pad_rows = functools.partial(_pad_rows, trace.hidden_LZBH.shape[2])
+    output_bar_SBH = pad_rows(output_bar_SBH)
+    layer_bars, carry_bars = [], []
+    for index in reversed(range(len(layers))):
+        weights, carry = layers[index], carries[index]
+        size = weights.recurrent_HG.shape[0]
+        units = lstm_gpu.padded(rows, size)[1]
+        widen = functools.partial(_pad_last, width=units)
+        last = [pad_rows(widen(bar_BH)[None])[0] for bar_BH in final_bars[index]]
+        recurrent_HG = _widen(weights.recurrent_HG.astype(jnp.bfloat16), units, units)
+        z_bar_SBQH, *first = lstm_gpu.backward(
+            trace.cell_LZBH[index],
+            trace.gates_LSBQH[index],
+            recurrent_HG.reshape(units, 4, units),
+            _pad_last(output_bar_SBH, units).astype(jnp.float32),
+            *(bar_BH.astype(jnp.float32) for bar_BH in last),
+            pad_rows(valid_SB[:, :, None])[:, :, 0],
+        )
+        z_bar_SBG = z_bar_SBQH[..., :size].reshape(steps, -1, 4 * size)
+        before_SBH = trace.hidden_LZBH[index, :-1, :, :size]
+        below_SBI = pad_rows(inputs_SBI)
+        if index:
+            below = layers[index - 1].recurrent_HG.shape[0]
+            below_SBI = trace.fed_LSBH[index - 1, :, :, :below]
+        product = functools.partial(_product, dtype=jnp.bfloat16)
+        below_bar_SBI = product("sbg,ig->sbi", left=z_bar_SBG, right=weights.input_IG)
+        bias_bar_G = jnp.sum(z_bar_SBG.astype(jnp.float32), axis=(0, 1))
+        # Kept apart, or XLA makes one product of two and then copies the halves.
+        apart_SBG = lax.optimization_barrier(z_bar_SBG)
+        bar = Weights(
+            product("sbi,sbg->ig", left=below_SBI, right=z_bar_SBG),
+            product("sbh,sbg->hg", left=before_SBH, right=apart_SBG),
+            bias_bar_G,
+            bias_bar_G,
+        )
+        layer_bars.append(_like(bar, weights))
+        carry_bars.append(_like(Carry(*(b[:rows, :size] for b in first)), carry))
+        output_bar_SBH = below_bar_SBI
+        if index and masks is not None:
+            mask_1BH = pad_rows(masks[index - 1][None]).astype(jnp.float32)
+            output_bar_SBH = below_bar_SBI * mask_1BH
+    input_bar_SBI = output_bar_SBH[:, :rows].astype(inputs_SBI.dtype)
+    return input_bar_SBI, tuple(carry_bars[::-1]), tuple(layer_bars[::-1]), None, None
+
+
+_persistent.defvjp(_persistent_forward, _persistent_backward)
+
+
+def _pad_rows(rows, values_SBH):
+    return jnp.pad(values_SBH, ((0, 0), (0, rows - values_SBH.shape[1]), (0, 0)))
+
+
+def _stack_wide(values, width):
+    return jnp.stack([_pad_last(values_BH, width) for values_BH in values])
+
+
+def _like(bars, values):
+    return jax.tree.map(lambda bar, value: bar.astype(value.dtype), bars, values)
 
 
 def _product(axes, dtype, left, right):

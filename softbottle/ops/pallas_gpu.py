@@ -23,7 +23,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from absl import logging
 from jax import lax
 
 from softbottle.ops import activations, blocked, exponential, parts
@@ -160,7 +159,7 @@ def _takes(context_TKE, table_VE, activation, options):
     elif dtype != jnp.bfloat16:
         reason = f"products are in {dtype}, not bfloat16"
     if reason:
-        logging.log_first_n(logging.INFO, "The head takes the XLA path: %s.", 1, reason)
+        parts.note(f"The head takes the XLA path: {reason}.")
     return reason is None
 
 

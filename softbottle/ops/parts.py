@@ -7,6 +7,7 @@ differentiable code of size [T, K].
 """
 
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,12 @@ import jax.numpy as jnp
 
 from softbottle.ops.activations import Activation
 from softbottle.ops.options import Options, product_dtype, sum_dtype
+
+
+@functools.cache
+def note(message: str) -> None:
+    """Say something in the log, once."""
+    logging.getLogger("softbottle").info(message)
 
 
 def logits(

@@ -1,46 +1,174 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from softbottle import ops
-from softbottle.ops.activations import SIGSOFTMAX
+from softbottle.ops.activations import SIGSOFTMAX, SOFTMAX
+from softbottle.ops.decode import UNIT
 from tests import oracle
-from tests.ops.problem import COMPONENTS, VOCAB, make_problem
 
-PROBLEM = oracle.cast(make_problem(), jnp.float32)
-BUDGETS = [1, 4 * COMPONENTS * VOCAB * 4 + 1, 2**40]
+# A table of three units and a rest, of which a little is padding.
+TOKENS, COMPONENTS, WIDTH, ROWS, VOCAB = 11, 3, 7, 3 * UNIT + 331, 3 * UNIT + 57
+UNIT_BYTES = 4 * COMPONENTS * UNIT
+# A token at a time by blocks of words; a few tokens; the whole at once.
+BUDGETS = [1, 4 * UNIT_BYTES, 2**40]
+STREAMED = BUDGETS[:-1]
 
 
-def run(function, budget, *extra):
-    options = {"budget_bytes": budget, "vocab": 31}
+def make_mixture(tokens=TOKENS, rows=ROWS, seed=0):
+    rng = np.random.default_rng(seed)
+    weight_TK = rng.uniform(0.1, 1.0, size=(tokens, COMPONENTS))
+    return (
+        np.log(weight_TK / weight_TK.sum(axis=1, keepdims=True)),
+        rng.normal(size=(tokens, COMPONENTS, WIDTH)),
+        rng.normal(size=(rows, WIDTH)),
+        rng.normal(size=rows),
+    )
 
+
+MIXTURE = make_mixture()
+
+
+def dense(mixture, vocab):
+    """P(v) of sigsoftmax components, [T, V], in float64."""
+    log_prior_TK, context_TKE, table_VE, bias_V = mixture
+    z_TKV = context_TKE @ table_VE[:vocab].T + bias_V[:vocab]
+    f_TKV = np.exp(z_TKV) * oracle.sigmoid(z_TKV)
+    p_TKV = f_TKV / f_TKV.sum(axis=2, keepdims=True)
+    return (np.exp(log_prior_TK)[:, :, None] * p_TKV).sum(axis=1)
+
+
+def run(function, budget, *extra, mixture=MIXTURE, vocab=VOCAB, activation=SIGSOFTMAX):
     def call(*args):
-        return function(*args, *extra, SIGSOFTMAX, **options)
+        return function(*args, *extra, activation, budget_bytes=budget, vocab=vocab)
 
-    return jax.jit(call)(*PROBLEM[:4])
-
-
-def test_sampling_does_not_depend_on_chunking():
-    whole = run(ops.sample, BUDGETS[-1], jax.random.key(7))
-    for budget in BUDGETS[:-1]:
-        chunked = run(ops.sample, budget, jax.random.key(7))
-        np.testing.assert_array_equal(chunked, whole)
-    assert np.any(run(ops.sample, BUDGETS[-1], jax.random.key(8)) != whole)
-
-
-@pytest.mark.parametrize("budget", BUDGETS[:-1])
-def test_log_probs_do_not_depend_on_chunking(budget):
-    whole, chunked = run(ops.log_probs, BUDGETS[-1]), run(ops.log_probs, budget)
-    np.testing.assert_allclose(chunked[:, :31], whole[:, :31], rtol=0, atol=1e-5)
-    assert np.all(np.isneginf(chunked[:, 31:]))
+    return jax.jit(call)(*oracle.cast(mixture, jnp.float32))
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
-def test_top_k_is_sorted_and_leaves_padding_rows_out(budget):
-    log_p_TV = np.asarray(run(ops.log_probs, BUDGETS[-1]))
-    values_Tk, ids_Tk = run(ops.top_k, budget, 31)
+def test_log_probs_equal_the_dense_ones(budget):
+    log_p_TV = run(ops.log_probs, budget)
+    oracle.assert_close(log_p_TV[:, :VOCAB], np.log(dense(MIXTURE, VOCAB)), "float32")
+    assert log_p_TV.shape == (TOKENS, ROWS)
+    assert np.all(np.isneginf(log_p_TV[:, VOCAB:]))
+
+
+def test_log_probs_have_the_same_gradient_by_blocks():
+    bar_TV = np.random.default_rng(1).uniform(size=(TOKENS, VOCAB)).astype(np.float32)
+
+    def total(*mixture, budget):
+        options = {"budget_bytes": budget, "vocab": VOCAB}
+        log_p_TV = ops.log_probs(*mixture, SIGSOFTMAX, **options)
+        return jnp.sum(log_p_TV[:, :VOCAB] * bar_TV)
+
+    point = oracle.cast(MIXTURE, jnp.float32)
+    ours, whole = (
+        jax.jit(jax.grad(functools.partial(total, budget=b), argnums=(0, 1, 2, 3)))
+        for b in BUDGETS[1:]
+    )
+    oracle.assert_close(ours(*point), whole(*point), "float32")
+
+
+@pytest.mark.parametrize("k", [5, 40, UNIT + 9, VOCAB])
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_top_k_are_the_best_of_the_whole_vocabulary(budget, k):
+    log_p_TV = np.log(dense(MIXTURE, VOCAB))
+    values_Tk, ids_Tk = run(ops.top_k, budget, k)
+    best_Tk = np.sort(log_p_TV, axis=1)[:, ::-1][:, :k]
+    oracle.assert_close(values_Tk, best_Tk, "float32")
     assert np.all(np.diff(values_Tk, axis=1) <= 0)
-    np.testing.assert_array_equal(np.sort(ids_Tk, axis=1), np.tile(range(31), (11, 1)))
-    read_Tk = np.take_along_axis(log_p_TV, np.asarray(ids_Tk), axis=1)
-    np.testing.assert_allclose(values_Tk, read_Tk, rtol=0, atol=1e-5)
+    ids_Tk = np.asarray(ids_Tk)
+    assert all(len(set(row)) == k for row in ids_Tk.tolist())
+    read_Tk = np.take_along_axis(log_p_TV, ids_Tk, axis=1)
+    oracle.assert_close(values_Tk, read_Tk, "float32")
+
+
+@pytest.mark.parametrize("k", [16, 700, 2000])
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_of_equally_probable_words_the_first_comes_first(budget, k):
+    # Few small integers: every score is exact and is shared by hundreds of words.
+    rng = np.random.default_rng(2)
+    table_VE = rng.integers(0, 2, size=(ROWS, WIDTH)).astype(float)
+    context_TKE = rng.integers(0, 2, size=MIXTURE[1].shape).astype(float)
+    context_TKE[:, 1:] = context_TKE[:, :1]
+    mixture = (MIXTURE[0], context_TKE, table_VE, np.zeros(ROWS))
+    _, ids_Tk = run(ops.top_k, budget, k, mixture=mixture, activation=SOFTMAX)
+    z_TV = context_TKE[:, 0] @ table_VE[:VOCAB].T
+    expected_TV = np.argsort(-z_TV, axis=1, kind="stable")
+    np.testing.assert_array_equal(ids_Tk, expected_TV[:, :k])
+
+
+@pytest.mark.parametrize("generator", ["threefry2x32", "unsafe_rbg"])
+def test_what_is_drawn_depends_on_the_key_and_not_on_blocks(generator):
+    @functools.partial(jax.jit, static_argnames="budget")
+    def draw(seed, budget):
+        key = jax.random.key(seed, impl=generator)
+        options = {"budget_bytes": budget, "vocab": VOCAB}
+        return ops.sample(*mixture, key, SIGSOFTMAX, **options)
+
+    mixture = oracle.cast(MIXTURE, jnp.float32)
+    whole_T = draw(7, BUDGETS[-1])
+    for budget in STREAMED:
+        np.testing.assert_array_equal(draw(7, budget), whole_T)
+    assert np.any(draw(8, BUDGETS[-1]) != whole_T)
+
+
+@pytest.mark.parametrize("budget", [2**18, 2**40])
+def test_words_are_drawn_as_often_as_they_are_probable(budget):
+    draws, vocab = 8000, UNIT + 301
+    one = make_mixture(tokens=1, rows=UNIT + 400)
+    p_V = dense(one, vocab)[0]
+    many = tuple(np.repeat(array, draws, axis=0) for array in one[:2]) + one[2:]
+    words_T = run(ops.sample, budget, jax.random.key(3), mixture=many, vocab=vocab)
+    counts_V = np.bincount(words_T, minlength=vocab)
+    assert len(counts_V) == vocab
+    # Rare words are counted together, or chi squared is not chi squared.
+    common_V = draws * p_V >= 5
+    counts = np.append(counts_V[common_V], counts_V[~common_V].sum())
+    expected = draws * np.append(p_V[common_V], p_V[~common_V].sum())
+    free = len(counts) - 1
+    excess = ((counts - expected) ** 2 / expected).sum() - free
+    assert abs(excess) < 4 * np.sqrt(2 * free)
+
+
+def test_no_word_beyond_the_vocabulary_is_drawn():
+    log_prior_TK, context_TKE, table_VE, bias_V = MIXTURE
+    bias_V = np.where(np.arange(ROWS) < UNIT + 2, bias_V, 50.0)
+    mixture = (log_prior_TK, context_TKE, table_VE, bias_V)
+    key = jax.random.key(0)
+    words_T = run(ops.sample, STREAMED[-1], key, mixture=mixture, vocab=UNIT + 2)
+    assert np.all(words_T < UNIT + 2)
+
+
+SIZES = {"tokens": 64, "components": 15, "rows": 50_000, "width": 256}
+
+
+def traced(name, budget):
+    """One of the operations on 64 tokens of a large vocabulary."""
+    tokens, components, rows, width = SIZES.values()
+    shapes = (tokens, components), (tokens, components, width), (rows, width), (rows,)
+    extra = {"log_probs": (), "top_k": (40,), "sample": (jax.random.key(0),)}[name]
+
+    def call(*mixture):
+        return getattr(ops, name)(*mixture, *extra, budget_bytes=budget)
+
+    inputs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    return jax.jit(call).trace(*inputs)
+
+
+@pytest.mark.parametrize("name", ["log_probs", "top_k", "sample"])
+def test_neither_all_logits_nor_a_second_table_are_held(name, optimised):
+    memory = traced(name, 2**22).lower().compile().memory_analysis()
+    tokens, components, rows, width = SIZES.values()
+    assert memory.temp_size_in_bytes < 4 * tokens * components * rows / 8
+    assert memory.temp_size_in_bytes < 4 * rows * width / 2
+
+
+@pytest.mark.parametrize("name", ["log_probs", "top_k", "sample"])
+def test_what_fits_the_budget_is_one_block_without_a_loop(name):
+    assert " scan[" in str(traced(name, 2**20).jaxpr)
+    assert " scan[" not in str(traced(name, 2**30).jaxpr)
+    assert " while[" not in str(traced(name, 2**30).jaxpr)

@@ -1,0 +1,92 @@
+"""Checking and timing of compiled jax programs."""
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from softbottle.bench import oracle, problem, timing
+
+Row = dict[str, Any]
+
+
+def checked_and_timed(
+    function: Callable[..., Any],
+    arguments: tuple,
+    check: Callable[[Any], Row],
+    seconds: float,
+    checked: tuple | None = None,
+    limits: oracle.Limits = oracle.OURS,
+) -> Row:
+    """Compile, check and time a jitted function.
+
+    Args:
+        arguments: what it is timed with.
+        check: gives the errors from the outputs; a wrong result is not timed.
+        seconds: about how long the timing takes.
+        checked: what it is checked with, if that is not `arguments`.
+        limits: beyond which it is wrong.
+    """
+    start = time.perf_counter()
+    compiled = function.lower(*arguments).compile()
+    row = {"compile_seconds": time.perf_counter() - start, **memory(compiled)}
+    first = jax.block_until_ready(compiled(*arguments))
+    outputs = first if checked is None else function(*checked)
+    row = oracle.verdict(row | check(outputs), limits)
+    row["same_bits"] = same_bits(first, compiled(*arguments))
+    del first, outputs
+    return row if row["status"] != "ok" else row | timed(compiled, arguments, seconds)
+
+
+def timed(compiled: Any, arguments: tuple, seconds: float) -> Row:
+    """Milliseconds of a compiled program, and the device's own peak where it tells."""
+    ms = timing.milliseconds(
+        lambda: compiled(*arguments), jax.block_until_ready, seconds
+    )
+    peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+    return {"ms": ms, "device_peak_bytes": peak}
+
+
+def memory(compiled: Any) -> Row:
+    """Bytes of a compiled program: all of them, and those that are not arguments."""
+    sizes = compiled.memory_analysis()
+    made = sizes.output_size_in_bytes + sizes.temp_size_in_bytes
+    made -= sizes.alias_size_in_bytes
+    total = sizes.argument_size_in_bytes + made
+    return {"peak_bytes": int(total), "made_bytes": int(made)}
+
+
+def relative_error(actual: jax.Array, wanted: jax.Array) -> float:
+    """Norm of the difference over the norm of what was wanted, in float64."""
+    with jax.enable_x64(True):
+        return float(_relative_error(actual, wanted))
+
+
+def same_bits(ours: Any, theirs: Any) -> bool:
+    """Whether two results agree in every bit."""
+    pairs = zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True)
+    return all(bool(_same_bits(*pair)) for pair in pairs)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def uniform(count: int, stream: int, width: float) -> jax.Array:
+    """Entries of a stream of problem.py between plus and minus width, bfloat16."""
+    counter_X = jax.lax.iota(jnp.int32, count)
+    value_X = problem.uniform(counter_X, stream, lambda x: x.astype(jnp.float32))
+    return (value_X * width).astype(jnp.bfloat16)
+
+
+@jax.jit
+def _relative_error(actual, wanted):
+    difference = actual.astype(wanted.dtype) - wanted
+    return jnp.sqrt(jnp.sum(difference**2) / jnp.sum(wanted**2))
+
+
+@jax.jit
+def _same_bits(ours, theirs):
+    integer = {2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}[ours.dtype.itemsize]
+    bits = [jax.lax.bitcast_convert_type(x, integer) for x in (ours, theirs)]
+    return jnp.all(bits[0] == bits[1])

@@ -1,0 +1,75 @@
+"""What a mixture costs as it grows: time against components and against words."""
+
+import json
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import matplotlib.figure
+import numpy as np
+
+Row = dict[str, Any]
+# The size on the axis: its place in a row's case, and its name.
+AXES = {"components": (2, "components K"), "vocab": (4, "words V")}
+COLOURS = ("#0b6e99", "#c4501b", "#4f7d2d", "#7a4d9f")
+
+
+def cost(paths: Sequence[pathlib.Path | str], out: pathlib.Path | str) -> None:
+    """Draw the sweeps in JSON files of `--suite head --sweep`, one panel for each.
+
+    Each variant is drawn with the straight line that fits it best; the legend gives
+    its constant and its slope.
+
+    Raises:
+        ValueError: if a file holds no sweep.
+    """
+    results = [json.loads(pathlib.Path(path).read_text()) for path in paths]
+    for path, result in zip(paths, results, strict=True):
+        if result.get("sweep") not in AXES:
+            raise ValueError(f"{path} is not the result of --suite head --sweep.")
+    figure = matplotlib.figure.Figure(
+        figsize=(5.2 * len(results), 4), facecolor="white", layout="constrained"
+    )
+    panels = figure.subplots(1, len(results), squeeze=False)[0]
+    for axes, result in zip(panels, results, strict=True):
+        _panel(axes, result)
+    pathlib.Path(out).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out, dpi=150)
+
+
+def line(rows: list[Row], sweep: str) -> tuple[np.ndarray, np.ndarray, float, float]:
+    """Sizes, milliseconds, and the constant and slope of their least-squares line.
+
+    Residuals are weighed by 1 / ms, so that small sizes count as much as large ones.
+    """
+    size = np.array([row["case"][AXES[sweep][0]] for row in rows], float)
+    ms = np.array([row["ms"] for row in rows])
+    slope, constant = np.polyfit(size, ms, 1, w=1 / ms)
+    return size, ms, constant, slope
+
+
+def _panel(axes, result):
+    sweep = result["sweep"]
+    rows = [
+        row
+        for row in result["rows"]
+        if row["status"] == "ok" and "same_program_as" not in row
+    ]
+    unit, per = (1, "component") if sweep == "components" else (1000, "1,000 words")
+    for variant, colour in zip(
+        dict.fromkeys(row["variant"] for row in rows), COLOURS, strict=False
+    ):
+        mine = [row for row in rows if row["variant"] == variant]
+        size, ms, constant, slope = line(mine, sweep)
+        label = f"{variant}: {constant:.2f} ms + {unit * slope:.3g} ms per {per}"
+        axes.plot(size, ms, "o", color=colour, label=label)
+        axes.plot(size, constant + slope * size, "-", color=colour, linewidth=1)
+    _, tokens, components, dim, vocab = rows[0]["case"]
+    fixed = f"K={components}" if sweep == "vocab" else f"V={vocab:,}"
+    axes.set_title(f"N={tokens}, d={dim}, {fixed} on {result['device']}", fontsize=10)
+    axes.set_xlabel(AXES[sweep][1])
+    axes.set_ylabel("loss and gradient, ms")
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)
+    axes.legend(fontsize=8, frameon=False)
+    axes.grid(alpha=0.3)

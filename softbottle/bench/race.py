@@ -1,0 +1,279 @@
+"""Ours, the peers and the bare products on the same sizes, in one run.
+
+Every suite is a list of tasks for jax and a list for torch. All of jax runs first and
+then all of torch, in children (worker.py), so that neither holds memory while the other
+is measured. Rows come back checked; here they only learn of each other.
+"""
+
+import importlib.util
+import itertools
+import sys
+from typing import Any
+
+from softbottle.bench import problem, worker
+from softbottle.ops import api
+from softbottle.ops import lstm as lstm_op
+
+Row = dict[str, Any]
+# Which variants a peer brings, and what must be installed.
+PEERS = {
+    "torch": ({"naive": "torch naive", "compile": "torch.compile"}, "torch", "torch"),
+    "cce": (
+        {"cce": "cut cross-entropy"},
+        "cut_cross_entropy",
+        "git+https://github.com/apple/ml-cross-entropy.git",
+    ),
+}
+OURS, THEIRS = "softbottle.bench.ours", "softbottle.bench.peers"
+# The size of the square product that is the ceiling.
+GPU_PRODUCT, CPU_PRODUCT = 8192, 512
+UNROLLS = (1, 4, 8)
+DECODINGS = ("sample", "top_k", "log_probs")
+
+
+def check_names(name: str, given: list[str], known: list[str]) -> None:
+    """Raise ValueError unless every given name is known."""
+    for value in given:
+        if value not in known:
+            raise ValueError(f"no {name} is called {value!r}; there are {known}.")
+
+
+def check_peers(peers: list[str]) -> None:
+    """Raise ValueError unless every peer is known and installed."""
+    check_names("peer", peers, list(PEERS))
+    for peer in dict.fromkeys(["torch", *peers] if peers else []):
+        _, module, package = PEERS[peer]
+        if importlib.util.find_spec(module) is None:
+            raise ValueError(f"{module} is not installed: pip install {package}")
+
+
+def head(
+    ask: worker.Ask,
+    shapes: list[str],
+    implementations: list[str],
+    peers: list[str],
+    *,
+    sweep: str | None = None,
+    budget_mib: int = 0,
+    seconds: float = 0.5,
+) -> Row:
+    """Race the mixture loss, its evaluation and the bare products.
+
+    Args:
+        ask: gives the row of a module's task.
+        shapes: names of problem.CASES; none: all of them, or `tiny` without a GPU.
+        implementations: "auto" or names of ops/api.py; the first one's evaluation and
+            softmax are timed as well.
+        peers: names of PEERS.
+        sweep: one of problem.SWEEPS instead of shapes: only losses, to be plotted.
+        budget_mib: the operations' `budget_bytes`, in MiB; 0 leaves the default.
+        seconds: of timing a variant.
+    """
+    check_names("shape", shapes, list(problem.CASES))
+    check_names("sweep", [sweep] if sweep else [], list(problem.SWEEPS))
+    check_names("implementation", implementations, ["auto", *api.IMPLEMENTATIONS])
+    check_peers(peers)
+    machine = probe(ask)
+    on_gpu = machine["platform"] == "gpu"
+    if sweep:
+        cases = (problem.SWEEPS if on_gpu else problem.SMALL_SWEEPS)[sweep]
+    else:
+        names = _default(shapes, problem.CASES, machine)
+        cases = [problem.CASES[name] for name in names]
+    common = {
+        "seconds": seconds,
+        "budget_mib": budget_mib,
+        "check_flop": check_flop(machine),
+    }
+    ceiling = told(ask, OURS, common | _ceiling(on_gpu))
+    ours = [task for case in cases for task in _ours(case, implementations, sweep)]
+    wanted = [item for peer in peers for item in PEERS[peer][0].items()]
+    theirs = [
+        head_task(case, name, "loss", 3) | {"family": "peer", "peer": peer}
+        for case in cases
+        for peer, name in wanted
+        if not sweep or peer == "compile"
+    ]
+    rows = [told(ask, OURS, common | task) for task in ours]
+    rows += [told(ask, THEIRS, common | task) for task in theirs]
+    order = {_title(case): index for index, case in enumerate(cases)}
+    rows.sort(key=lambda row: order[row["group"]])
+    facts = {"sweep": sweep, "ceiling_tflops": ceiling.get("tflops")}
+    return summary("head", machine | facts, relate(rows, ceiling.get("tflops")))
+
+
+def lstm(
+    ask: worker.Ask,
+    stacks: list[str],
+    implementations: list[str],
+    peers: list[str],
+    *,
+    dtype: str = "bfloat16",
+    seconds: float = 0.5,
+) -> Row:
+    """Race stacked LSTM layers, forward and backward.
+
+    Args:
+        ask: gives the row of a module's task.
+        stacks: names of problem.STACKS; none: all of them, or `tiny` without a GPU.
+        implementations: names of ops/lstm.py.
+        peers: "torch" alone has an LSTM; it runs in float32 and bfloat16.
+        dtype: of our products' inputs.
+        seconds: of timing a variant.
+    """
+    check_names("stack", stacks, list(problem.STACKS))
+    check_names("implementation", implementations, list(lstm_op.IMPLEMENTATIONS))
+    check_peers(peers)
+    machine = probe(ask)
+    rows = []
+    for name in _default(stacks, problem.STACKS, machine):
+        stack = problem.STACKS[name]
+        widths = "-".join(map(str, stack.widths))
+        common = {
+            "group": f"{name}: {widths}, {stack.rows} rows of {stack.positions}",
+            "kind": "lstm",
+            "stack": name,
+            "seconds": seconds,
+        }
+        for chosen, unroll in itertools.product(implementations, UNROLLS):
+            task = common | {"family": "ours", "variant": f"{chosen}, unroll {unroll}"}
+            task |= {"implementation": chosen, "unroll": unroll, "dtype": dtype}
+            rows.append(told(ask, OURS, task))
+        rows += [
+            common | {"family": "peer", "variant": f"torch {theirs}", "dtype": theirs}
+            for theirs in ("float32", "bfloat16")
+            if "torch" in peers
+        ]
+    rows = [row if "status" in row else told(ask, THEIRS, row) for row in rows]
+    return summary("lstm", machine | {"dtype": dtype}, relate(rows, None))
+
+
+def decode(
+    ask: worker.Ask,
+    cases: list[str],
+    implementations: list[str],
+    *,
+    budget_mib: int = 0,
+    seconds: float = 0.5,
+) -> Row:
+    """Time samples, best words and log-probabilities, mixture against softmax.
+
+    Args:
+        ask: gives the row of a module's task.
+        cases: names of problem.DECODING; none: all, or `tiny` without a GPU.
+        implementations: "auto" or names of ops/api.py.
+        budget_mib: the operations' `budget_bytes`, in MiB; 0 leaves the default.
+        seconds: of timing an operation.
+    """
+    check_names("case", cases, list(problem.DECODING))
+    check_names("implementation", implementations, ["auto", *api.IMPLEMENTATIONS])
+    machine = probe(ask)
+    rows = []
+    for name in _default(cases, problem.DECODING, machine):
+        case = problem.DECODING[name]
+        one = case._replace(components=1)
+        for kind, chosen in itertools.product(DECODINGS, implementations):
+            task = {"group": _title(case), "kind": kind, "implementation": chosen}
+            task |= {"budget_mib": budget_mib, "seconds": seconds}
+            named = f"{kind}, {chosen}"
+            mixture = task | {"family": "ours", "variant": named, "case": case}
+            softmax = task | {"family": "softmax", "variant": f"{named}, softmax"}
+            mixture = told(ask, OURS, mixture)
+            softmax = told(ask, OURS, softmax | {"case": one})
+            if mixture["status"] == softmax["status"] == "ok":
+                mixture["over"] = {"softmax": mixture["ms"] / softmax["ms"]}
+            rows += [mixture, softmax]
+    return summary("decode", machine, rows)
+
+
+def probe(ask: worker.Ask) -> Row:
+    """Which device jax has, and which versions there are."""
+    row = ask(OURS, {"kind": "device"})
+    if row["status"] != "ok":
+        raise RuntimeError(f"jax finds no device: {row['reason']}")
+    return {name: row[name] for name in ("platform", "device", "jax")}
+
+
+def relate(rows: list[Row], ceiling: float | None) -> list[Row]:
+    """Give each row its share of the ceiling and its time over those of peers."""
+    for row in rows:
+        errors = [row[name] for name in row if name.startswith("error_")]
+        row |= {"gradient_error": max(errors)} if errors else {}
+        if row["status"] != "ok":
+            continue
+        if ceiling and "tflops" in row:
+            row["of_ceiling"] = row["tflops"] / ceiling
+        if row["family"] in ("ours", "bare") and row["kind"] != "evaluation":
+            row["over"] = {
+                other["variant"]: row["ms"] / other["ms"]
+                for other in rows
+                if other["family"] in ("peer", "softmax")
+                and other["status"] == "ok"
+                and other["group"] == row["group"]
+            }
+    return rows
+
+
+def summary(suite: str, facts: Row, rows: list[Row]) -> Row:
+    """What goes to JSON: where it ran, and all rows."""
+    versions = [row["torch"] for row in rows if "torch" in row]
+    facts |= {"torch": versions[0] if versions else None}
+    return {"suite": suite, **facts, "rows": rows}
+
+
+def told(ask: worker.Ask, module: str, task: Row) -> Row:
+    """The task's row, told of on stderr."""
+    row = ask(module, task)
+    text = f"{row['ms']:.3f} ms" if "ms" in row else row.get("reason", "")
+    text += f", {row['tflops']:.4g} TF/s" if "tflops" in row else ""
+    print(f"{row['group']}: {row['variant']}: {text}", file=sys.stderr, flush=True)
+    return row
+
+
+def _default(names, known, machine):
+    """The names, or those that suit the machine if there are none."""
+    on_gpu = machine["platform"] == "gpu"
+    return names or ([name for name in known if name != "tiny"] if on_gpu else ["tiny"])
+
+
+def check_flop(machine: Row) -> float:
+    """What a float64 check may cost; an H200 does about 50 TF/s of it."""
+    return 2e14 if machine["platform"] == "gpu" else 2e10
+
+
+def _title(case):
+    tokens, components, dim, vocab = case[1:]
+    return f"{case.name}: N={tokens:,} K={components} d={dim:,} V={vocab:,}"
+
+
+def head_task(case: problem.Case, variant: str, kind: str, products: int) -> Row:
+    """A task for head.py or peers.py; `products` of 2RdV flop each."""
+    return {
+        "group": _title(case),
+        "case": case,
+        "variant": variant,
+        "kind": kind,
+        "products": products,
+    }
+
+
+def _ceiling(on_gpu):
+    case = problem.Case("ceiling", 1, 1, GPU_PRODUCT if on_gpu else CPU_PRODUCT, 1)
+    task = head_task(case, "square product", "ceiling", 0)
+    return task | {"family": "bare", "group": "ceiling"}
+
+
+def _ours(case, implementations, sweep):
+    def ours(variant, kind, products, family="ours", **fields):
+        return head_task(case, variant, kind, products) | {"family": family, **fields}
+
+    tasks = [ours(name, "loss", 3, implementation=name) for name in implementations]
+    if sweep:
+        return tasks
+    first = {"implementation": implementations[0]}
+    tasks.append(ours(f"{implementations[0]}, evaluation", "evaluation", 1, **first))
+    tasks.append(ours("bare products", "products", 3, "bare"))
+    if case.components > 1:
+        one = case._replace(components=1)
+        tasks.append(ours("softmax", "loss", 3, "softmax", case=one, **first))
+    return tasks

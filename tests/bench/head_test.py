@@ -1,0 +1,164 @@
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from softbottle.bench import head, measure, oracle, problem, race, table, worker
+from softbottle.ops import api, blocked
+
+CASE = problem.Case("odd", tokens=11, components=3, dim=7, vocab=37)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    monkeypatch.setitem(problem.CASES, "tiny", CASE)
+    monkeypatch.setattr(race, "CPU_PRODUCT", 16)
+
+
+def dense_mean_nll(inputs, labels_T):
+    """Written from the definition: a mixture of K softmaxes, then the logarithm."""
+    log_prior_TK, context_TKE, table_VE, bias_V = inputs
+    z_TKV = jnp.einsum("tke,ve->tkv", context_TKE, table_VE) + bias_V[None, None]
+    component_TKV = jax.nn.softmax(z_TKV, axis=-1)
+    p_TV = jnp.sum(jnp.exp(log_prior_TK)[:, :, None] * component_TKV, axis=1)
+    nll_T = -jnp.log(jnp.take_along_axis(p_TV, labels_T[:, None], axis=1)[:, 0])
+    return jnp.mean(nll_T), nll_T
+
+
+@pytest.mark.parametrize("block_bytes", [1, 8 * 3 * 37 * 5, 2**31])
+def test_the_oracle_is_the_definition_in_float64(monkeypatch, block_bytes):
+    monkeypatch.setattr(oracle, "BLOCK_BYTES", block_bytes)
+    case = CASE._replace(tokens=10)
+    inputs, labels_T = head.make_inputs(case)
+    found = head.truth(inputs, labels_T)
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda array: array.astype(jnp.float64), inputs)
+        gradient = jax.grad(dense_mean_nll, has_aux=True)
+        bars, nll_T = gradient(wide, labels_T)
+        log_p_TV = oracle.log_probs(jnp, *wide)
+    assert found.nll_T.dtype == np.float64
+    np.testing.assert_allclose(found.nll_T, nll_T, rtol=1e-12)
+    np.testing.assert_allclose(log_p_TV[np.arange(10), labels_T], -nll_T, rtol=1e-12)
+    for ours, theirs in zip(found.bars, bars, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-12)
+
+
+def rows_of(result):
+    return {row["variant"]: row for row in result["rows"]}
+
+
+def test_a_race_has_a_row_for_each_variant_with_what_it_was_checked_by():
+    names = ["blocked", "auto", "reference"]
+    result = race.head(worker.in_process, [], names, [], seconds=0.01)
+    rows = rows_of(result)
+    beside = {"blocked, evaluation", "bare products", "softmax"}
+    assert set(rows) == {*names, *beside}
+    assert all(row["status"] == "ok" for row in rows.values())
+    work = 2 * 11 * 3 * 7 * 37
+    for name in names:
+        row = rows[name]
+        assert row["flop"] == 3 * work and row["checked_tokens"] == 11
+        assert row["tflops"] == pytest.approx(row["flop"] / row["ms"] / 1e9)
+        share = row["tflops"] / result["ceiling_tflops"]
+        assert row["of_ceiling"] == pytest.approx(share)
+        assert row["loss_error"] < 1e-4 and 0 < row["gradient_error"] < 3e-3
+        assert row["same_bits"] is True and row["peak_bytes"] > 4 * 37 * 7
+        ratio = row["ms"] / rows["softmax"]["ms"]
+        assert row["over"] == {"softmax": pytest.approx(ratio)}
+    assert rows["auto"]["same_program_as"] == "blocked"
+    assert "same_program_as" not in rows["reference"]
+    evaluation = rows["blocked, evaluation"]
+    assert evaluation["flop"] == work and evaluation["worst_token_error"] < 1e-4
+    assert "over" not in evaluation
+    assert rows["softmax"]["flop"] == work
+    text = table.render(result)
+    assert all(name in text for name in [*rows, "TF/s", "of ceiling", "/ softmax"])
+    assert "N=11 K=3 d=7 V=37" in text and "jax" in text.splitlines()[0]
+
+
+def scaled_gradient(factor):
+    """The identity whose gradient is off by a factor."""
+
+    @jax.custom_vjp
+    def identity(array):
+        return array
+
+    identity.defvjp(lambda array: (array, None), lambda _, bar: (bar * factor,))
+    return identity
+
+
+def task_for(implementation, case=CASE):
+    task = race.head_task(case, implementation, "loss", 3)
+    return task | {
+        "implementation": implementation,
+        "budget_mib": 0,
+        "seconds": 0.01,
+        "check_flop": 1e12,
+    }
+
+
+def test_a_variant_with_a_gradient_off_by_a_hundredth_is_refused(monkeypatch):
+    def loss(log_prior_TK, context_TKE, table_VE, *rest):
+        table_VE = scaled_gradient(1.01)(table_VE)
+        return blocked.loss(log_prior_TK, context_TKE, table_VE, *rest)
+
+    monkeypatch.setitem(api.IMPLEMENTATIONS, "bent", types.SimpleNamespace(loss=loss))
+    row = worker.in_process("softbottle.bench.ours", task_for("bent"))
+    assert row["status"] == "wrong" and "ms" not in row and "tflops" not in row
+    assert "error_table" in row["reason"] and "error_context" not in row["reason"]
+    assert row["error_table"] == pytest.approx(1e-2, rel=0.3)
+    result = {"suite": "head", "device": "cpu", "jax": "", "torch": None, "rows": [row]}
+    *_, last = table.render(result).splitlines()
+    assert last.split()[:3] == ["bent", "wrong:", "error_table"]
+
+
+@pytest.mark.parametrize("offset", [1e-3, np.nan])
+def test_a_variant_with_a_wrong_loss_is_refused(monkeypatch, offset):
+    def loss(*arguments):
+        return blocked.loss(*arguments) + offset
+
+    monkeypatch.setitem(api.IMPLEMENTATIONS, "bent", types.SimpleNamespace(loss=loss))
+    row = worker.in_process("softbottle.bench.ours", task_for("bent"))
+    assert row["status"] == "wrong" and "loss_error" in row["reason"]
+    assert "ms" not in row
+
+
+def test_a_case_beyond_the_check_is_checked_on_its_first_tokens():
+    case = CASE._replace(tokens=13)
+    per_token = 3 * case.product_flop / case.tokens
+    task = task_for("blocked", case) | {"check_flop": 5.5 * per_token}
+    row = worker.in_process("softbottle.bench.ours", task)
+    assert row["status"] == "ok" and row["checked_tokens"] == 5
+    assert row["flop"] == 3 * case.product_flop
+
+
+def test_dense_logits_that_do_not_fit_are_not_tried(monkeypatch):
+    monkeypatch.setattr(head, "HOST_BYTES", 1000)
+    row = worker.in_process("softbottle.bench.ours", task_for("reference"))
+    assert row["status"] == "skipped" and "GiB" in row["reason"]
+
+
+def test_bits_are_compared_not_values():
+    ours = [jnp.array([0.0, jnp.nan]), jnp.array([1.0], jnp.bfloat16)]
+    assert measure.same_bits(ours, list(ours))
+    assert not measure.same_bits(ours, [jnp.array([-0.0, jnp.nan]), ours[1]])
+
+
+def test_names_that_do_not_exist_are_answered_with_those_that_do(monkeypatch):
+    def refusal(*arguments, **options):
+        with pytest.raises(ValueError) as error:
+            race.head(worker.in_process, *arguments, **options)
+        return str(error.value)
+
+    assert "no shape is called 'ptc'; there are ['ptb'" in refusal(["ptc"], [], [])
+    assert "'auto', 'blocked'" in refusal([], ["fast"], [])
+    assert "no peer is called 'jax'" in refusal([], [], ["jax"])
+    assert "no sweep is called 'd'" in refusal([], [], [], sweep="d")
+    monkeypatch.setattr(race.importlib.util, "find_spec", lambda name: None)
+    assert refusal([], [], ["torch"]) == "torch is not installed: pip install torch"
+    with pytest.raises(ValueError, match="no stack is called 'big'"):
+        race.lstm(worker.in_process, ["big"], [], [])
+    with pytest.raises(ValueError, match="no case is called 'big'"):
+        race.decode(worker.in_process, ["big"], [])
