@@ -29,7 +29,7 @@ def get_config(head: str = "mos") -> Config:
     model.layers, model.compute_dtype = 2, "bfloat16"
     model.hidden_dim = model.last_dim = 1024
     model.embed_dim = 900 if head in MIXTURES else 1024
-    config.head.name, config.head.budget_mib = head, 2048
+    config.head.name = head
     config.head.components = 7 if head in MIXTURES else 1
     optim.name, optim.learning_rate, optim.clip = "adamw", 1e-3, 1.0
     optim.warmup_steps, optim.decay_steps = 1000, 320_000

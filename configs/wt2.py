@@ -23,7 +23,6 @@ def get_config(argument: str = "mos") -> Config:
     ptb = _sibling("ptb")
     config = ptb.get_config(argument)
     config.data.name, config.data.path = "wt2", "data/wikitext-2"
-    config.head.budget_mib = 1024
     config.seed = 1882
     finetune = "finetune" in argument.split(",")
     if config.head.name in ptb.MIXTURES:

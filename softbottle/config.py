@@ -99,7 +99,7 @@ class Head(Section):
     knots: int = 100_000  # plif
     span: float = 20.0  # plif
     rank: int = 0  # lowrank
-    budget_mib: int = 32  # bytes that one block of logits may take
+    budget_mib: int = 0  # what one block of logits may take; 0: the platform's own
     implementation: str = "auto"  # see ops/api.py
 
 
@@ -284,7 +284,7 @@ def _check_ranges(config):
     positive = (
         "data.rows data.length data.eval_rows data.test_rows data.eval_length "
         "data.synthetic.train_tokens data.synthetic.eval_tokens head.components "
-        "head.budget_mib head.knots head.span head.slope model.embed_dim "
+        "head.knots head.span head.slope model.embed_dim "
         "model.hidden_dim model.last_dim model.layers model.attention_heads "
         "model.order model.table_range model.vocab_multiple optim.learning_rate "
         "optim.accumulate optim.patience train.log_every train.checkpoint_every "

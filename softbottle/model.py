@@ -77,7 +77,7 @@ def make(config: config_lib.Config, vocab: int) -> Model:
     options = {
         "compute_dtype": dtype,
         "vocab": vocab,
-        "budget_bytes": config.head.budget_mib * 2**20,
+        "budget_bytes": config.head.budget_mib * 2**20 or None,
         "implementation": config.head.implementation,
     }
 

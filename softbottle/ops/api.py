@@ -6,26 +6,27 @@
     log_probs, top_k, sample
 
 `options` are those of ops/options.py. `implementation` is "auto", "blocked" (XLA,
-everywhere), "pallas_gpu" (a kernel for Hopper GPUs) or "reference" (dense: for
-checking). "auto" takes the kernel where it runs and XLA elsewhere, says which in the
-log, and never changes a number by more than rounding.
+everywhere), "pallas_gpu" (a kernel for Hopper GPUs), "pallas_tpu" (one for TPUs) or
+"reference" (dense: for checking). "auto" takes the GPU kernel where it runs and XLA
+elsewhere (the TPU kernel has been compiled for TPUs but not timed on one, so it is
+taken when asked for), says which in the log, and never changes a number by more than
+rounding.
 
 A label that is no word of the vocabulary gives NaN, never a plausible loss; run with
 `jax.debug_nans(True)` to be taken to the call. A token of weight 0 may hold any label.
 """
 
+import importlib
+
 import jax
 import jax.numpy as jnp
 
-from softbottle.ops import blocked, decode, pallas_gpu, parts, reference
+from softbottle.ops import decode, parts
 from softbottle.ops.activations import SOFTMAX, Activation
 from softbottle.ops.options import Options, sum_dtype
 
-IMPLEMENTATIONS = {
-    "blocked": blocked,
-    "pallas_gpu": pallas_gpu,
-    "reference": reference,
-}
+# Each is a module of this package, imported when it is used: Pallas takes a while.
+IMPLEMENTATIONS = ("blocked", "pallas_gpu", "pallas_tpu", "reference")
 
 
 def scores(
@@ -167,14 +168,21 @@ def sample(
 def _implementation(options):
     name = options.implementation
     if name == "auto":
-        name = "pallas_gpu" if pallas_gpu.runs_here() else "blocked"
+        name = "pallas_gpu" if _is_hopper() else "blocked"
         parts.note(f"The head's implementation is {name}.")
     if name not in IMPLEMENTATIONS:
         raise ValueError(
             f"no implementation is called {name!r}; there are "
             f"{sorted(IMPLEMENTATIONS)} and 'auto'."
         )
-    return IMPLEMENTATIONS[name]
+    return importlib.import_module(f"softbottle.ops.{name}")
+
+
+def _is_hopper():
+    """Whether the default device is what the GPU kernel is for, and jax new enough."""
+    device = jax.devices()[0]
+    capability = getattr(device, "compute_capability", None)
+    return capability == "9.0" and jax.__version_info__ >= (0, 11)
 
 
 def _lse(context_TKE, table_VE, bias_V, activation, options):

@@ -19,44 +19,36 @@ import contextlib
 import contextvars
 import functools
 import math
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from softbottle.ops import activations, blocked, exponential, parts
 from softbottle.ops.activations import Activation
 from softbottle.ops.options import Options, product_dtype
 
 LOG2_E = math.log2(math.e)
+MULTIPROCESSORS = 132
+# One size of tile was the fastest at every width that was tried on an H200. Times of
+# the first product against its own, at widths 320 | 576 | 1,024 | 4,096:
+#
+#   192 words, 4 stages                          1.06 | 1.03 | 1.03 | 1.11
+#   128 words, 6 stages                          1.09 | does not fit
+#   256 words, 4 stages, 32 words out at a time  1.04 | 1.05 | 1.05 | 1.08
+#   256 words, two blocks that share a tile      1.06 | 1.04 | 1.02 | 1.05
+#
+# The ring of 3 x 48 KiB and what is on its way out fit the 227 KiB there are.
 WARPGROUP_ROWS = 64
 BLOCK_ROWS = 2 * WARPGROUP_ROWS
+BLOCK_WORDS = 256
 BLOCK_WIDTH = 64
-MULTIPROCESSORS = 132
+STAGES = 3
+OUT_WORDS = 64
 
 _INTERPRET = contextvars.ContextVar("interpret", default=None)
-
-
-class Tile(NamedTuple):
-    """How the work is cut.
-
-    Attributes:
-        words: of the table in one tile.
-        stages: steps along the width that are in shared memory at a time.
-        out: words that leave a warpgroup at a time.
-        cluster: neighbouring blocks that read one tile of the table together.
-    """
-
-    words: int
-    stages: int
-    out: int
-    cluster: int
-
-    @property
-    def rows(self):
-        """Rows that all blocks of a cluster do at a time."""
-        return BLOCK_ROWS * self.cluster
 
 
 def lse(context_TKE, table_VE, bias_V, activation: Activation, options: Options):
@@ -81,8 +73,7 @@ def loss(
     inputs = (log_prior_TK, context_TKE, table_VE, bias_V, labels_T, weights_T)
     if not _takes(context_TKE, table_VE, activation, options):
         return blocked.loss(*inputs, activation, options)
-    tile = _tile(table_VE.shape[1])
-    multiples = (tile.rows, tile.words, BLOCK_WIDTH)
+    multiples = (BLOCK_ROWS, BLOCK_WORDS, BLOCK_WIDTH)
     route = exponential.Route(first_product, lse, multiples, 32)
     return exponential.loss(route, *inputs, activation, options)
 
@@ -90,23 +81,11 @@ def loss(
 @contextlib.contextmanager
 def interpreted():
     """Run the kernels in jax's interpreter inside this context, on any machine."""
-    from jax.experimental.pallas import mosaic_gpu as plgpu  # noqa: PLC0415
-
     token = _INTERPRET.set(plgpu.InterpretGPUParams())
     try:
         yield
     finally:
         _INTERPRET.reset(token)
-
-
-def runs_here() -> bool:
-    """Whether the default device is a Hopper GPU and jax is new enough."""
-    device = jax.devices()[0]
-    return (
-        device.platform == "gpu"
-        and getattr(device, "compute_capability", None) == "9.0"
-        and jax.__version_info__ >= (0, 11)
-    )
 
 
 def first_product(context_RQ, table_PQ, bias_P, ref_R, activation: Activation):
@@ -119,12 +98,11 @@ def first_product(context_RQ, table_PQ, bias_P, ref_R, activation: Activation):
 def _lse(activation, options, context_TKE, table_VE, bias_V):
     tokens, components, width = context_TKE.shape
     dtype = product_dtype(options, context_TKE, table_VE)
-    tile = _tile(width)
     live_V = parts.live_rows(table_VE.shape[0], options)
     bias_V = jnp.where(live_V, bias_V.astype(jnp.float32), exponential.DEAD)
     context_RE = context_TKE.reshape(tokens * components, width).astype(dtype)
-    context_RQ = _pad(context_RE, tile.rows, BLOCK_WIDTH)
-    table_PQ = _pad(table_VE.astype(dtype), tile.words, BLOCK_WIDTH)
+    context_RQ = _pad(context_RE, BLOCK_ROWS, BLOCK_WIDTH)
+    table_PQ = _pad(table_VE.astype(dtype), BLOCK_WORDS, BLOCK_WIDTH)
     more = table_PQ.shape[0] - bias_V.size
     bias_P = jnp.pad(bias_V, (0, more), constant_values=exponential.DEAD)
     # Kernel code is one for both uses; here the references are the tiles' own maxima.
@@ -163,12 +141,6 @@ def _takes(context_TKE, table_VE, activation, options):
     return reason is None
 
 
-def _tile(width):
-    """Measured on an H200; the ring and the tile on its way out share 227 KiB."""
-    del width
-    return Tile(words=256, stages=3, out=64, cluster=1)
-
-
 def _pad(array_RE, rows, width):
     more = (-array_RE.shape[0] % rows, -array_RE.shape[1] % width)
     return jnp.pad(array_RE, ((0, more[0]), (0, more[1])))
@@ -176,20 +148,17 @@ def _pad(array_RE, rows, width):
 
 def _call(store, activation, context_RQ, table_PQ, bias_P, ref_R):
     """Run the kernel; under `vmap`, once for each element."""
-    tile = _tile(context_RQ.shape[1])
     bias_P = bias_P.astype(jnp.float32) * LOG2_E
     inputs = [context_RQ, table_PQ, bias_P]
     if store:
         inputs.append(ref_R.astype(jnp.float32) * LOG2_E)
-    run = functools.partial(_kernel_call, store, activation, tile, _INTERPRET.get())
+    run = functools.partial(_kernel_call, store, activation, _INTERPRET.get())
     return jax.custom_batching.sequential_vmap(run)(*inputs)
 
 
-def _kernel_call(store, activation, tile, interpret, *inputs):
-    from jax.experimental.pallas import mosaic_gpu as plgpu  # noqa: PLC0415
-
+def _kernel_call(store, activation, interpret, *inputs):
     (rows, _), (words, _) = inputs[0].shape, inputs[1].shape
-    tiles = words // tile.words
+    tiles = words // BLOCK_WORDS
     axes = jax.typeof(inputs[0]).manual_axis_type
 
     def shape(sizes, dtype):
@@ -197,16 +166,13 @@ def _kernel_call(store, activation, tile, interpret, *inputs):
 
     stats = shape((tiles, rows), jnp.float32)
     first = shape((rows, words), inputs[0].dtype) if store else stats
-    body = functools.partial(_kernel, store, activation, tile)
-    jobs = tiles * (rows // tile.rows)
-    clusters = 2 if interpret else MULTIPROCESSORS // tile.cluster
+    body = functools.partial(_kernel, store, activation)
+    jobs = tiles * (rows // BLOCK_ROWS)
     return plgpu.kernel(
         body,
         out_type=[first, stats],
-        grid=(min(jobs, clusters),),
-        grid_names=("clusters",),
-        cluster=(tile.cluster,),
-        cluster_names=("cluster",),
+        grid=(min(jobs, 2 if interpret else MULTIPROCESSORS),),
+        grid_names=("blocks",),
         num_threads=3,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(
@@ -216,15 +182,12 @@ def _kernel_call(store, activation, tile, interpret, *inputs):
     )(*inputs)
 
 
-def _kernel(store, activation, tile, *refs):
-    """One persistent block: tiles of 128 rows by `tile.words` words, one by one."""
-    from jax.experimental import pallas as pl  # noqa: PLC0415
-    from jax.experimental.pallas import mosaic_gpu as plgpu  # noqa: PLC0415
-
+def _kernel(store, activation, *refs):
+    """One persistent block: tiles of 128 rows by 256 words, one by one."""
     *inputs, first_out, sum_NR = refs
     context_RQ, table_PQ, bias_P = inputs[:3]
-    row_tiles = context_RQ.shape[0] // tile.rows
-    word_tiles = table_PQ.shape[0] // tile.words
+    row_tiles = context_RQ.shape[0] // BLOCK_ROWS
+    word_tiles = table_PQ.shape[0] // BLOCK_WORDS
     steps = context_RQ.shape[1] // BLOCK_WIDTH
     # A slot of the ring is handed back one step late, so that two multiplications are
     # under way at a time; a ring of a single slot cannot wait.
@@ -238,17 +201,14 @@ def _kernel(store, activation, tile, *refs):
         return (tiling, plgpu.SwizzleTransform(swizzle))
 
     def pipeline(body, context):
-        def spec(rows, shared_by=()):
+        def spec(rows):
             return plgpu.BlockSpec(
                 (rows, BLOCK_WIDTH),
                 lambda step: (0, step),
                 transforms=layout(BLOCK_WIDTH),
                 memory_space=plgpu.SMEM,
                 delay_release=late,
-                collective_axes=shared_by,
             )
-
-        shared_by = ("cluster",) if tile.cluster > 1 else ()
 
         return plgpu.emit_pipeline_warp_specialized(
             body,
@@ -256,22 +216,22 @@ def _kernel(store, activation, tile, *refs):
             memory_registers=40,
             wg_axis="warpgroup",
             num_compute_wgs=2,
-            max_concurrent_steps=tile.stages,
+            max_concurrent_steps=STAGES,
             compute_context=context,
-            in_specs=[spec(BLOCK_ROWS), spec(tile.words, shared_by)],
+            in_specs=[spec(BLOCK_ROWS), spec(BLOCK_WORDS)],
         )
 
     def nothing(*_, **__):
         pass
 
     scratch = {
-        "bias_smem": plgpu.SMEM((2, tile.words), jnp.float32),
+        "bias_smem": plgpu.SMEM((2, BLOCK_WORDS), jnp.float32),
         "stats_smem": plgpu.SMEM((2, 2, WARPGROUP_ROWS), jnp.float32),
         "arrived": plgpu.Barrier(num_arrivals=1 + store, num_barriers=2),
     }
     if store:
-        out = (2, 2, WARPGROUP_ROWS, tile.out)
-        scratch["out_smem"] = plgpu.SMEM(out, dtype, transforms=layout(tile.out))
+        out = (2, 2, WARPGROUP_ROWS, OUT_WORDS)
+        scratch["out_smem"] = plgpu.SMEM(out, dtype, transforms=layout(OUT_WORDS))
 
     @functools.partial(
         pl.run_scoped,
@@ -282,12 +242,11 @@ def _kernel(store, activation, tile, *refs):
     def block(ring, bias_smem, stats_smem, arrived, out_smem=None):
         me = lax.axis_index("warpgroup")
 
-        @plgpu.nd_loop((row_tiles * word_tiles,), collective_axes="clusters")
+        @plgpu.nd_loop((row_tiles * word_tiles,), collective_axes="blocks")
         def job(loop):
             word_tile = lax.div(loop.index[0], row_tiles)
-            row_tile = lax.rem(loop.index[0], row_tiles) * tile.cluster
-            row_tile += lax.axis_index("cluster")
-            words = pl.ds(word_tile * tile.words, tile.words)
+            row_tile = lax.rem(loop.index[0], row_tiles)
+            words = pl.ds(word_tile * BLOCK_WORDS, BLOCK_WORDS)
             rows = pl.ds(row_tile * BLOCK_ROWS + me * WARPGROUP_ROWS, WARPGROUP_ROWS)
 
             def multiply(_, context_smem, table_smem, sum_ref):
@@ -304,7 +263,7 @@ def _kernel(store, activation, tile, *refs):
                     plgpu.copy_gmem_to_smem(
                         inputs[3].at[rows], stats_smem.at[me, 0], arrived.at[me]
                     )
-                sums = plgpu.ACC((WARPGROUP_ROWS, tile.words), jnp.float32)
+                sums = plgpu.ACC((WARPGROUP_ROWS, BLOCK_WORDS), jnp.float32)
 
                 @functools.partial(pl.run_scoped, sum_ref=sums)
                 def epilogue(sum_ref):
@@ -313,18 +272,18 @@ def _kernel(store, activation, tile, *refs):
                     by_word = plgpu.Layout.WGMMA.reduce(0)
                     by_row = plgpu.Layout.WGMMA.reduce(1)
                     gain = functools.partial(_GAINS[activation.apply], activation.theta)
-                    shape = (WARPGROUP_ROWS, tile.out)
+                    shape = (WARPGROUP_ROWS, OUT_WORDS)
                     sum_RW = sum_ref[...]
 
                     def logits(part):
                         """A part of the tile, in base 2: few enough for registers."""
-                        here = slice(part * tile.out, (part + 1) * tile.out)
-                        bias_smem_W = bias_smem.at[me, pl.ds(here.start, tile.out)]
+                        here = slice(part * OUT_WORDS, (part + 1) * OUT_WORDS)
+                        bias_smem_W = bias_smem.at[me, pl.ds(here.start, OUT_WORDS)]
                         bias_W = plgpu.load(bias_smem_W, layout=by_word)
                         bias_RW = lax.broadcast_in_dim(bias_W, shape, [1])
                         return sum_RW[:, here] * LOG2_E + bias_RW
 
-                    parts_of_tile = range(tile.words // tile.out)
+                    parts_of_tile = range(BLOCK_WORDS // OUT_WORDS)
                     if store:
                         ref_R = plgpu.load(stats_smem.at[me, 0], layout=by_row)
                     else:
@@ -345,10 +304,10 @@ def _kernel(store, activation, tile, *refs):
                         plgpu.wait_smem_to_gmem(1, wait_read_only=True)
                         out_smem[me, part % 2] = e_RW.astype(dtype)
                         plgpu.commit_smem()
-                        start = word_tile * tile.words + part * tile.out
+                        start = word_tile * BLOCK_WORDS + part * OUT_WORDS
                         plgpu.copy_smem_to_gmem(
                             out_smem.at[me, part % 2],
-                            first_out.at[rows, pl.ds(start, tile.out)],
+                            first_out.at[rows, pl.ds(start, OUT_WORDS)],
                         )
                     stats_smem[me, 1] = total_R
                     if not store:

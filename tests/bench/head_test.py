@@ -1,3 +1,4 @@
+import sys
 import types
 
 import jax
@@ -99,12 +100,19 @@ def task_for(implementation, case=CASE):
     }
 
 
+def add_implementation(monkeypatch, loss):
+    """Let the operation have one more implementation, called "bent"."""
+    module = types.SimpleNamespace(loss=loss)
+    monkeypatch.setitem(sys.modules, "softbottle.ops.bent", module)
+    monkeypatch.setattr(api, "IMPLEMENTATIONS", (*api.IMPLEMENTATIONS, "bent"))
+
+
 def test_a_variant_with_a_gradient_off_by_a_hundredth_is_refused(monkeypatch):
     def loss(log_prior_TK, context_TKE, table_VE, *rest):
         table_VE = scaled_gradient(1.01)(table_VE)
         return blocked.loss(log_prior_TK, context_TKE, table_VE, *rest)
 
-    monkeypatch.setitem(api.IMPLEMENTATIONS, "bent", types.SimpleNamespace(loss=loss))
+    add_implementation(monkeypatch, loss)
     row = worker.in_process("softbottle.bench.ours", task_for("bent"))
     assert row["status"] == "wrong" and "ms" not in row and "tflops" not in row
     assert "error_table" in row["reason"] and "error_context" not in row["reason"]
@@ -119,7 +127,7 @@ def test_a_variant_with_a_wrong_loss_is_refused(monkeypatch, offset):
     def loss(*arguments):
         return blocked.loss(*arguments) + offset
 
-    monkeypatch.setitem(api.IMPLEMENTATIONS, "bent", types.SimpleNamespace(loss=loss))
+    add_implementation(monkeypatch, loss)
     row = worker.in_process("softbottle.bench.ours", task_for("bent"))
     assert row["status"] == "wrong" and "loss_error" in row["reason"]
     assert "ms" not in row
