@@ -1,9 +1,12 @@
 """The Hopper kernel in jax's interpreter, on sizes that no tile divides."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from softbottle.ops import api, exponential, pallas_gpu
 from softbottle.ops.activations import SIGSOFTMAX, SOFTMAX, Activation, generalised
@@ -151,6 +154,23 @@ def test_a_batch_of_problems_under_vmap():
     for index, problem in enumerate(exact):
         result = (losses[index], [bar[index] for bar in bars])
         check(result, loss_and_gradient(problem))
+
+
+def test_it_lowers_for_a_gpu_under_a_split_vocabulary():
+    """The interpreter runs one device; types and layouts can be checked without it."""
+    _, ours = rounded(make_problem(tokens=8, components=2, width=16, vocab=600))
+    auto = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=auto)
+    specs = (*(P("data"),) * 2, P("model"), P("model"), P("data"), P("data"))
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=specs, out_specs=P())
+    def loss(*inputs):
+        options = {"vocab_axis": "model", "implementation": "pallas_gpu"}
+        return jax.lax.psum(api.loss(*inputs, **options), "data")
+
+    traced = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3))).trace(*ours)
+    lowered = traced.lower(lowering_platforms=("cuda",))
+    assert "mosaic_gpu" in lowered.as_text()
 
 
 def test_what_the_kernel_does_not_take_goes_by_xla():
