@@ -72,9 +72,25 @@ def _run(suite):
         )
         return step.run(CONFIG.value, VOCAB.value, LENGTH.value)
     with worker.children(LIMIT.value) as ask:
-        result = RUNS[suite](ask, seconds=SECONDS.value)
+        result = RUNS[suite](_kept(ask), seconds=SECONDS.value)
     print(table.render(result))
     return result
+
+
+def _kept(ask):
+    """`ask`, whose rows also go to lines beside --json, for a run that is cut short."""
+    if not JSON.value:
+        return ask
+    lines = pathlib.Path(JSON.value).with_suffix(".jsonl")
+    lines.write_text("")
+
+    def kept(module, task):
+        row = ask(module, task)
+        with lines.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        return row
+
+    return kept
 
 
 def _head(ask, seconds):

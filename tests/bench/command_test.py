@@ -36,6 +36,8 @@ def test_a_race_from_the_command_line_prints_a_table_and_writes_json(tmp_path):
     result = json.loads((tmp_path / "out.json").read_text())
     names = ["blocked", "blocked, evaluation", "bare products", "softmax"]
     assert [row["variant"] for row in result["rows"]] == names
+    lines = (tmp_path / "out.jsonl").read_text().splitlines()
+    assert [json.loads(line).get("variant") for line in lines[-4:]] == names
     assert all(name in output for name in names)
     assert "tiny: N=61 K=3" in output and "blocked: " in errors
     output, errors, code = answers["suite"]
