@@ -136,6 +136,9 @@ def lstm(
             "seconds": seconds,
         }
         for chosen, unroll in itertools.product(implementations, UNROLLS):
+            # A kernel for all positions has no loop to unroll.
+            if chosen == "persistent" and unroll != UNROLLS[0]:
+                continue
             task = common | {"family": "ours", "variant": f"{chosen}, unroll {unroll}"}
             task |= {"implementation": chosen, "unroll": unroll, "dtype": dtype}
             rows.append(told(ask, OURS, task))

@@ -22,13 +22,15 @@ All agree to rounding.
 """
 
 import functools
+import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from absl import logging
 from jax import lax
+
+from softbottle.ops import parts
 
 IMPLEMENTATIONS = ("scan", "wavefront", "persistent")
 
@@ -129,13 +131,12 @@ def stack(
     if valid_SB is None:
         valid_SB = jnp.ones(inputs_SBI.shape[:2], bool)
     dtype = jnp.dtype(inputs_SBI.dtype if compute_dtype is None else compute_dtype)
-    if implementation in ("auto", "persistent"):
-        refusals = _refusals(layers, inputs_SBI.shape[1], dtype)
-        if implementation == "auto":
-            implementation = _choose(refusals)
-        elif refusals:
-            raise ValueError(f"'persistent' {'; '.join(refusals)}.")
+    rows = inputs_SBI.shape[1]
+    if implementation == "auto":
+        implementation = _choose(layers, rows, dtype)
     if implementation == "persistent":
+        if refusals := _refusals(layers, rows, dtype):
+            raise ValueError(f"'persistent' {'; '.join(refusals)}.")
         return _run_persistent(inputs_SBI, carries, layers, masks, valid_SB)
     run = _one_by_one if implementation == "scan" else _wavefront
     wave = functools.partial(_wave, dtype, unroll)
@@ -153,34 +154,39 @@ def _check(implementation, depth, carries, masks):
         raise ValueError(f"{depth} layers take {depth - 1} masks, got {len(masks)}.")
 
 
+def _kernels():
+    """The module of the kernels; Pallas is slow to import."""
+    from softbottle.ops import lstm_gpu  # noqa: PLC0415
+
+    return lstm_gpu
+
+
 def _refusals(layers, rows, dtype):
     """Why the layers cannot be kernels; each reason once."""
-    from softbottle.ops import lstm_gpu  # noqa: PLC0415 (Pallas is slow to import)
-
+    lstm_gpu = _kernels()
     sizes = [weights.recurrent_HG.shape[0] for weights in layers]
     reasons = [lstm_gpu.refusals(rows, size, dtype) for size in sizes]
     return list(dict.fromkeys(sum(reasons, [])))
 
 
-def _choose(refusals):
-    if jax.device_count() > 1:
-        refusals = [*refusals, f"runs on one device, got {jax.device_count()}"]
+def _choose(layers, rows, dtype):
+    devices, platform = jax.device_count(), jax.default_backend()
+    refusals = [f"needs one GPU, got {devices} x {platform}"]
+    if platform == "gpu" and devices == 1:
+        refusals = _refusals(layers, rows, dtype)
     chosen = "wavefront" if refusals else "persistent"
-    logging.log_first_n(
-        logging.INFO, "LSTM: %s (persistent: %s).", 1, chosen, refusals or "runs here"
-    )
+    parts.note(f"LSTM: {chosen} (persistent: {'; '.join(refusals) or 'runs here'}).")
     return chosen
 
 
 def _run_persistent(inputs_SBI, carries, layers, masks, valid_SB):
     """Hand the kernels as many layers at a time as they take."""
-    from softbottle.ops import lstm_gpu  # noqa: PLC0415 (Pallas is slow to import)
-
+    lstm_gpu = _kernels()
     rows = inputs_SBI.shape[1]
     sizes = [weights.recurrent_HG.shape[0] for weights in layers]
     units = [lstm_gpu.padded(rows, size)[1] for size in sizes]
     finals = []
-    for run in lstm_gpu.together(lstm_gpu.padded(rows, 0)[0], units):
+    for run in lstm_gpu.forward_runs(lstm_gpu.padded(rows, 0)[0], units):
         if run.start and masks is not None:
             mask_BH = lax.stop_gradient(masks[run.start - 1]).astype(inputs_SBI.dtype)
             inputs_SBI *= mask_BH[None]
@@ -351,45 +357,33 @@ def _persistent(inputs_SBI, carries, layers, masks, valid_SB):
 
 
 def _persistent_forward(inputs_SBI, carries, layers, masks, valid_SB):
-    from softbottle.ops import lstm_gpu  # noqa: PLC0415 (Pallas is slow to import)
-
+    lstm_gpu = _kernels()
     rows = inputs_SBI.shape[1]
     sizes = [weights.recurrent_HG.shape[0] for weights in layers]
-    units = tuple(lstm_gpu.padded(rows, size)[1] for size in sizes)
-    width = max(units)
+    width = max(lstm_gpu.padded(rows, size)[1] for size in sizes)
     pad_rows = functools.partial(_pad_rows, lstm_gpu.padded(rows, 0)[0])
-
-    def by_gate(weight_IG):
-        """[Q, H, I] of the widest layer, as the kernel reads it."""
-        wide_IG = _widen(weight_IG.astype(jnp.bfloat16), width, width)
-        return wide_IG.reshape(width, 4, width).transpose(1, 2, 0)
-
+    stack = _gpu_stack(layers, masks, rows)
+    stack = stack._replace(
+        recurrent=stack.recurrent.transpose(0, 2, 3, 1),
+        input=stack.input.transpose(0, 2, 3, 1),
+    )
     biases = [w.input_bias_G + w.recurrent_bias_G for w in layers]
     biases = [_widen(bias_G[None].astype(jnp.float32), 1, width) for bias_G in biases]
-    ones_BH = jnp.ones((rows, sizes[-1]), jnp.float32)
-    factors = [*(masks or [jnp.ones((rows, size)) for size in sizes[:-1]]), ones_BH]
-    upper = [by_gate(w.input_IG) for w in layers[1:]] or [
-        by_gate(layers[0].recurrent_HG)
-    ]
-    stack = lstm_gpu.Stack(
-        units,
-        jnp.stack(biases).reshape(-1, 4, width),
-        jnp.stack([by_gate(w.recurrent_HG) for w in layers]),
-        jnp.stack(upper),
-        pad_rows(_stack_wide(factors, width)).astype(jnp.float32),
-    )
     input_IG = _widen(layers[0].input_IG, inputs_SBI.shape[-1], width)
     z_SBG = _product("sbi,ig->sbg", jnp.bfloat16, pad_rows(inputs_SBI), input_IG)
+    hidden_LBH = _stack_wide([carry.hidden_BH for carry in carries], width)
+    cell_LBH = _stack_wide([carry.cell_BH for carry in carries], width)
     trace = lstm_gpu.forward(
         z_SBG.reshape(*z_SBG.shape[:2], 4, width),
+        jnp.stack(biases).reshape(-1, 4, width),
         stack,
-        pad_rows(_stack_wide([c.hidden_BH for c in carries], width)).astype(
-            jnp.bfloat16
-        ),
-        pad_rows(_stack_wide([c.cell_BH for c in carries], width)).astype(jnp.float32),
+        pad_rows(hidden_LBH).astype(jnp.bfloat16),
+        pad_rows(cell_LBH).astype(jnp.float32),
         pad_rows(valid_SB[:, :, None])[:, :, 0],
+        rows,
     )
     top_SBH = trace.hidden_LZBH[-1, 1:, :rows, : sizes[-1]]
+    top_SBH = jnp.where(valid_SB[:, :, None], top_SBH, 0).astype(inputs_SBI.dtype)
     finals = [
         Carry(
             trace.hidden_LZBH[index, -1, :rows, :size].astype(carry.hidden_BH.dtype),
@@ -397,59 +391,81 @@ def _persistent_forward(inputs_SBI, carries, layers, masks, valid_SB):
         )
         for index, (carry, size) in enumerate(zip(carries, sizes, strict=True))
     ]
-    top_SBH = jnp.where(valid_SB[:, :, None], top_SBH, 0).astype(inputs_SBI.dtype)
     saved = (inputs_SBI, carries, layers, masks, valid_SB, trace)
     return (top_SBH, tuple(finals)), saved
 
 
-def _persistent_backward(saved, bars):
-    from softbottle.ops import lstm_gpu  # noqa: PLC0415 (Pallas is slow to import)
+def _gpu_stack(layers, masks, rows):
+    """The layers as the kernels' backward pass reads them, weights [L, K, Q, H]."""
+    lstm_gpu = _kernels()
+    sizes = [weights.recurrent_HG.shape[0] for weights in layers]
+    units = tuple(lstm_gpu.padded(rows, size)[1] for size in sizes)
+    width = max(units)
 
+    def wide(weight_IG):
+        wide_IG = _widen(weight_IG.astype(jnp.bfloat16), width, width)
+        return wide_IG.reshape(width, 4, width)
+
+    recurrent = [wide(weights.recurrent_HG) for weights in layers]
+    below = [wide(weights.input_IG) for weights in layers[1:]] or recurrent
+    factors = [jnp.ones((rows, size), jnp.float32) for size in sizes]
+    factors[: len(masks or ())] = [mask.astype(jnp.float32) for mask in masks or ()]
+    mask_LBH = _pad_rows(lstm_gpu.padded(rows, 0)[0], _stack_wide(factors, width))
+    return lstm_gpu.Stack(units, jnp.stack(recurrent), jnp.stack(below), mask_LBH)
+
+
+def _persistent_backward(saved, bars):
+    lstm_gpu = _kernels()
     inputs_SBI, carries, layers, masks, valid_SB, trace = saved
     output_bar_SBH, final_bars = bars
-    steps, rows, _ = inputs_SBI.shape
-    pad_rows = functools.partial(_pad_rows, trace.hidden_LZBH.shape[2])
-    output_bar_SBH = pad_rows(output_bar_SBH)
+    rows, padded_rows = inputs_SBI.shape[1], trace.hidden_LZBH.shape[2]
+    pad_rows = functools.partial(_pad_rows, padded_rows)
+    sizes = [weights.recurrent_HG.shape[0] for weights in layers]
+    units = [lstm_gpu.padded(rows, size)[1] for size in sizes]
+    below_bar_SBI = pad_rows(output_bar_SBH)
     layer_bars, carry_bars = [], []
-    for index in reversed(range(len(layers))):
-        weights, carry = layers[index], carries[index]
-        size = weights.recurrent_HG.shape[0]
-        units = lstm_gpu.padded(rows, size)[1]
-        widen = functools.partial(_pad_last, width=units)
-        last = [pad_rows(widen(bar_BH)[None])[0] for bar_BH in final_bars[index]]
-        recurrent_HG = _widen(weights.recurrent_HG.astype(jnp.bfloat16), units, units)
-        z_bar_SBQH, *first = lstm_gpu.backward(
-            trace.cell_LZBH[index],
-            trace.gates_LSBQH[index],
-            recurrent_HG.reshape(units, 4, units),
-            _pad_last(output_bar_SBH, units).astype(jnp.float32),
-            *(bar_BH.astype(jnp.float32) for bar_BH in last),
+    for run in reversed(lstm_gpu.backward_runs(padded_rows, units)):
+        width = max(units[run])
+        if run.stop < len(layers) and masks is not None:
+            mask_1BH = pad_rows(masks[run.stop - 1][None]).astype(jnp.float32)
+            below_bar_SBI *= mask_1BH
+        inner = masks and masks[run.start : run.stop - 1]
+        lasts = [
+            pad_rows(_stack_wide(bars, width)).astype(jnp.float32)
+            for bars in zip(*final_bars[run], strict=True)
+        ]
+        z_bar_LSBQH, *firsts = lstm_gpu.backward(
+            _gpu_stack(layers[run], inner, rows),
+            jax.tree.map(operator.itemgetter(run), trace),
+            _pad_last(below_bar_SBI, width).astype(jnp.float32),
+            *lasts,
             pad_rows(valid_SB[:, :, None])[:, :, 0],
+            rows,
         )
-        z_bar_SBG = z_bar_SBQH[..., :size].reshape(steps, -1, 4 * size)
-        before_SBH = trace.hidden_LZBH[index, :-1, :, :size]
-        below_SBI = pad_rows(inputs_SBI)
-        if index:
-            below = layers[index - 1].recurrent_HG.shape[0]
-            below_SBI = trace.fed_LSBH[index - 1, :, :, :below]
-        product = functools.partial(_product, dtype=jnp.bfloat16)
-        below_bar_SBI = product("sbg,ig->sbi", left=z_bar_SBG, right=weights.input_IG)
-        bias_bar_G = jnp.sum(z_bar_SBG.astype(jnp.float32), axis=(0, 1))
-        # Kept apart, or XLA makes one product of two and then copies the halves.
-        apart_SBG = lax.optimization_barrier(z_bar_SBG)
-        bar = Weights(
-            product("sbi,sbg->ig", left=below_SBI, right=z_bar_SBG),
-            product("sbh,sbg->hg", left=before_SBH, right=apart_SBG),
-            bias_bar_G,
-            bias_bar_G,
+        for index in reversed(range(run.start, run.stop)):
+            weights, size, place = layers[index], sizes[index], index - run.start
+            z_bar_SBQH = z_bar_LSBQH[place, ..., :size]
+            z_bar_SBG = z_bar_SBQH.reshape(*z_bar_SBQH.shape[:2], 4 * size)
+            below_SBI = pad_rows(inputs_SBI)
+            if index:
+                below_SBI = trace.fed_LSBH[index - 1, :, :, : sizes[index - 1]]
+            before_SBH = trace.hidden_LZBH[index, :-1, :, :size]
+            bias_bar_G = jnp.sum(z_bar_SBG.astype(jnp.float32), axis=(0, 1))
+            # Kept apart, or XLA makes one product of two and then copies the halves.
+            apart_SBG = lax.optimization_barrier(z_bar_SBG)
+            bar = Weights(
+                _product("sbi,sbg->ig", jnp.bfloat16, below_SBI, z_bar_SBG),
+                _product("sbh,sbg->hg", jnp.bfloat16, before_SBH, apart_SBG),
+                bias_bar_G,
+                bias_bar_G,
+            )
+            first = Carry(*(first_LBH[place, :rows, :size] for first_LBH in firsts))
+            layer_bars.append(_like(bar, weights))
+            carry_bars.append(_like(first, carries[index]))
+        below_bar_SBI = _product(
+            "sbg,ig->sbi", jnp.bfloat16, z_bar_SBG, layers[run.start].input_IG
         )
-        layer_bars.append(_like(bar, weights))
-        carry_bars.append(_like(Carry(*(b[:rows, :size] for b in first)), carry))
-        output_bar_SBH = below_bar_SBI
-        if index and masks is not None:
-            mask_1BH = pad_rows(masks[index - 1][None]).astype(jnp.float32)
-            output_bar_SBH = below_bar_SBI * mask_1BH
-    input_bar_SBI = output_bar_SBH[:, :rows].astype(inputs_SBI.dtype)
+    input_bar_SBI = below_bar_SBI[:, :rows].astype(inputs_SBI.dtype)
     return input_bar_SBI, tuple(carry_bars[::-1]), tuple(layer_bars[::-1]), None, None
 
 

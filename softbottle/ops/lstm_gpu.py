@@ -5,18 +5,17 @@ first position to the last. With q over the gates i, f, g, o it computes
 
     z_q[U] = W_q[:, U]' h_{t-1} + X_q[:, U]' x_t        64 rows: four gates of 16 units,
 
-the recurrent weights W in registers and those of the layer below, X, in shared memory,
-applies the cell's formulas and hands h_t[U] to the other blocks through global memory.
-Layers run at the same time, each as far as what it reads has come. For the lowest, X x
-is computed beforehand, and its blocks may own 32 units, half of W in shared memory.
+the recurrent weights W in registers and X, which read the layer below, in shared
+memory. It applies the cell's formulas and hands h_t[U] to the other blocks through
+global memory. Layers run at the same time, each as far as what it reads has come. For
+the lowest, X x is computed beforehand, and its blocks may own 32 units.
 
-Backward, a layer at a time, four blocks form a cluster that owns 64 units V. Each takes
-one gate of
+Backward, four blocks form a cluster that owns 64 units V. Each takes one gate of
 
     dh_{t-1}[V] = sum_q W_q[V, :] dz_q,t                64 rows: 64 units of one gate,
 
-and the cell's formulas for 16 units, for which it reads the other gates' summands from
-the shared memory of their blocks.
+and of what comes down from the layer above, and the cell's formulas for 16 units; the
+summands go through the shared memory of the cluster.
 
 The weights stand on the 64-row side of the tensor core's product and the batch on the
 other. Each of up to three warpgroups multiplies a share of the columns; one more adds
@@ -36,21 +35,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
+
+from softbottle.ops import lstm_ptx
+from softbottle.ops.lstm_ptx import CHUNK, PAD, TILE, TILED, UNITS
 
 MULTIPROCESSORS = 132
+CLUSTERS = 30  # of four blocks that surely run at once, whatever processors are off
 SHARED_BYTES = 227 * 1024
-TILE = 64  # rows of the tensor core's product
-UNITS = 16  # of one tile, each with four gates
 ROWS = 16  # the batch is padded to a multiple
-CHUNK = 64  # columns of bfloat16 in a row of swizzled shared memory
-HELD = 5 * CHUNK  # columns of weights that a warpgroup's registers hold
-PAD = 4  # columns between rows of the parts, or 16 units lie in two banks
-_TILED = (plgpu.TilingTransform((8, CHUNK)), plgpu.SwizzleTransform(128))
-_LANES = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
+# Barriers around every store would cost more than the stores; see lstm_ptx.signal.
+_LANES = plgpu.CompilerParams(
+    lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+)
 # [B, U]: of every eight rows a warp holds two; a lane holds one unit.
 _LAYOUT = plgpu.Layout.TILED(
     plgpu.Tiling(((8, UNITS), (2, UNITS), (1,))),
@@ -61,12 +58,16 @@ _LAYOUT = plgpu.Layout.TILED(
 
 
 class Stack(NamedTuple):
-    """Layers padded to H = K units; M = L - 1 leaves out the lowest."""
+    """Layers padded to the widest; `units` are theirs, multiples of 64.
 
-    units: tuple[int, ...]  # of each layer, a multiple of 64
-    bias_LQH: jax.Array
-    recurrent_LQHK: jax.Array
-    input_MQHK: jax.Array
+    `recurrent` and `input` are [L, Q, H, K] forward, the latter without the lowest
+    layer, and [L, K, Q, H] backward, where input[l] are the weights of layer l + 1; a
+    stack of one layer has any `input`. `mask` is what the layer above reads h with.
+    """
+
+    units: tuple[int, ...]
+    recurrent: jax.Array
+    input: jax.Array
     mask_LBH: jax.Array
 
 
@@ -84,7 +85,10 @@ class Trace(NamedTuple):
 
 def padded(rows: int, units: int) -> tuple[int, int]:
     """The sizes that the kernels take, for a batch and a layer."""
-    return -rows % ROWS + rows, -units % TILE + units
+    tiles = -(-units // TILE)
+    if tiles > 1 and lstm_ptx.groups_of(tiles * CHUNK) == 1:
+        tiles += 1
+    return -rows % ROWS + rows, tiles * TILE
 
 
 def refusals(rows: int, units: int, dtype: jnp.dtype) -> list[str]:
@@ -93,8 +97,12 @@ def refusals(rows: int, units: int, dtype: jnp.dtype) -> list[str]:
     device = jax.devices()[0]
     if getattr(device, "compute_capability", None) != "9.0":
         reasons.append(f"needs a Hopper GPU, got {device.device_kind}")
-    if jax.__version_info__ < (0, 11):
-        reasons.append(f"needs jax 0.11, got {jax.__version__}")
+    elif device.core_count < MULTIPROCESSORS:
+        reasons.append(
+            f"needs {MULTIPROCESSORS} multiprocessors, got {device.core_count}"
+        )
+    if jax.__version_info__ < (0, 11, 2):
+        reasons.append(f"needs jax 0.11.2, got {jax.__version__}")
     if dtype != jnp.bfloat16:
         reasons.append(f"needs compute_dtype bfloat16, got {dtype}")
     rows, units = padded(rows, units)
@@ -108,23 +116,34 @@ def refusals(rows: int, units: int, dtype: jnp.dtype) -> list[str]:
     return reasons
 
 
-def together(rows: int, units: Sequence[int]) -> list[slice]:
+def forward_runs(rows: int, units: Sequence[int]) -> list[slice]:
     """Which layers run in one kernel: from the lowest, as many as fit."""
+    return _runs(units, lambda some: _blocks(rows, some) is not None)
+
+
+def backward_runs(rows: int, units: Sequence[int]) -> list[slice]:
+    """The same for the backward pass."""
+    return _runs(units, lambda some: _clusters_fit(rows, some))
+
+
+def _runs(units, fit):
     runs, start = [], 0
     for stop in range(1, len(units) + 1):
-        if stop == len(units) or _blocks(rows, units[start : stop + 1]) is None:
+        if stop == len(units) or not fit(units[start : stop + 1]):
             runs.append(slice(start, stop))
             start = stop
     return runs
 
 
-def forward(z_SBQH, stack: Stack, hidden_LBH, cell_LBH, valid_SB, live) -> Trace:
+def forward(
+    z_SBQH, bias_LQH, stack: Stack, hidden_LBH, cell_LBH, valid_SB, live
+) -> Trace:
     """Run the positions; z is what the inputs give the lowest layer's four gates.
 
     The first `live` rows of the batch are no padding.
     """
     steps, rows, _, width = z_SBQH.shape
-    groups, layers = _groups(width), len(stack.units)
+    groups, layers = lstm_ptx.groups_of(width), len(stack.units)
     share = width // groups
     blocks = _blocks(rows, stack.units)
     tiles = stack.units[0] // (blocks[0] * UNITS)
@@ -147,6 +166,7 @@ def forward(z_SBQH, stack: Stack, hidden_LBH, cell_LBH, valid_SB, live) -> Trace
         part_s,
         weight_bar,
         part_bar,
+        free_bar,
         held_bar,
     ):
         started = pl.get_global(plgpu.SemaphoreType.REGULAR)
@@ -165,7 +185,7 @@ def forward(z_SBQH, stack: Stack, hidden_LBH, cell_LBH, valid_SB, live) -> Trace
 
         def multiply(layer, tiles_units, upper):
             load_tile(recurrent_ref.at[layer], tiles_units[0])
-            held = _hold(weight_s, share)
+            held = lstm_ptx.hold(weight_s, share)
             if upper or len(tiles_units) > 1:
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(held_bar)
@@ -178,21 +198,23 @@ def forward(z_SBQH, stack: Stack, hidden_LBH, cell_LBH, valid_SB, live) -> Trace
                     input_ref.at[layer - 1] if upper else recurrent_ref.at[layer]
                 )
                 load_tile(second_ref, tiles_units[-1])
-            _wait_for_all(started, sum(blocks))
+            lstm_ptx.wait_for_all(started, sum(blocks))
             columns = pl.ds(group * share, share)
 
             @pl.loop(0, steps)
             def _(step):
-                _multiply_share(
+                turn = lax.rem(step, 2)
+                plgpu.barrier_wait(free_bar.at[turn])
+                lstm_ptx.multiply_share(
                     hiddens_ref.at[layer, step, :, columns],
                     fed_ref.at[layer - 1, step, :, columns] if upper else None,
                     held,
                     weight_s,
                     operand_s.at[group],
-                    part_s.at[lax.rem(step, 2), group],
+                    part_s.at[turn, group],
                     live,
                 )
-                plgpu.barrier_arrive(part_bar)
+                plgpu.barrier_arrive(part_bar.at[turn])
 
         def cells(layer, tiles_units, upper):
             states, biases, masks = [], [], []
@@ -213,7 +235,9 @@ def forward(z_SBQH, stack: Stack, hidden_LBH, cell_LBH, valid_SB, live) -> Trace
                 biases.append(
                     [_load(bias_ref.at[layer, q, :, units]) for q in range(4)]
                 )
-            _signal(started)
+            lstm_ptx.signal(started)
+            for turn in range(2):
+                plgpu.barrier_arrive(free_bar.at[turn])
 
             def step(index, states):
                 valid_BU = _load(valid_ref.at[index])
@@ -226,10 +250,11 @@ def forward(z_SBQH, stack: Stack, hidden_LBH, cell_LBH, valid_SB, live) -> Trace
                         ]
                         for bias, units in zip(biases, tiles_units, strict=True)
                     ]
-                plgpu.barrier_wait(part_bar)
+                turn = lax.rem(index, 2)
+                plgpu.barrier_wait(part_bar.at[turn])
                 after, gates = [], []
                 for tile, units in enumerate(tiles_units):
-                    now_s = part_s.at[lax.rem(index, 2)]
+                    now_s = part_s.at[turn]
                     parts = [_part_sum(now_s, rows, 4 * tile + q) for q in range(4)]
                     i, f, g, o = map(jnp.add, z[tile], parts)
                     i, f, g, o = _sigmoid(i), _sigmoid(f), _tanh(g), _sigmoid(o)
@@ -245,6 +270,7 @@ def forward(z_SBQH, stack: Stack, hidden_LBH, cell_LBH, valid_SB, live) -> Trace
                     _store(fed_ref.at[layer, index, :, units], fed_BU)
                     after.append((hidden_BU, cell_BU))
                     gates.append((i, f, g, o))
+                plgpu.barrier_arrive(free_bar.at[turn])
                 for tile, units in enumerate(tiles_units):
                     _store(cells_ref.at[layer, index + 1, :, units], after[tile][1])
                     for q in range(4):
@@ -284,19 +310,13 @@ def forward(z_SBQH, stack: Stack, hidden_LBH, cell_LBH, valid_SB, live) -> Trace
             def _():
                 cells(layer, tiles_units, upper)
 
-        first = 0
-        layer, index = jnp.int32(0), block
+        layer, index = _place(block, blocks)
         for this in range(layers):
-            inside = (block >= first) & (block < first + blocks[this])
-            layer = jnp.where(inside, this, layer)
-            index = jnp.where(inside, block - first, index)
             if stack.units[this] < width:
 
-                @pl.when(inside & (group == groups))
-                def _(this=this, first=first):
-                    zero_columns(this, block - first)
-
-            first += blocks[this]
+                @pl.when((layer == this) & (group == groups))
+                def _(this=this):
+                    zero_columns(this, index)
 
         @pl.when(layer == 0)
         def _():
@@ -322,9 +342,10 @@ def forward(z_SBQH, stack: Stack, hidden_LBH, cell_LBH, valid_SB, live) -> Trace
         num_threads=groups + 1,
         thread_name="group",
         scratch_types=[
-            *_shared(rows, width, tiles * TILE),
+            *_shared(rows, width, (groups, tiles * TILE)),
             plgpu.Barrier(num_arrivals=4),
-            plgpu.Barrier(num_arrivals=groups),
+            plgpu.Barrier(num_arrivals=groups, num_barriers=2),
+            plgpu.Barrier(num_barriers=2),
             plgpu.Barrier(num_arrivals=groups),
         ],
         compiler_params=_LANES,
@@ -332,9 +353,9 @@ def forward(z_SBQH, stack: Stack, hidden_LBH, cell_LBH, valid_SB, live) -> Trace
     return Trace(
         *call(
             z_SBQH,
-            jnp.broadcast_to(stack.bias_LQH[:, :, None], (layers, 4, rows, width)),
-            stack.recurrent_LQHK,
-            stack.input_MQHK,
+            jnp.broadcast_to(bias_LQH[:, :, None], (layers, 4, rows, width)),
+            stack.recurrent,
+            stack.input,
             stack.mask_LBH,
             hidden_LBH.astype(jnp.float32),
             cell_LBH,
@@ -344,22 +365,23 @@ def forward(z_SBQH, stack: Stack, hidden_LBH, cell_LBH, valid_SB, live) -> Trace
 
 
 def backward(
-    cell_ZBH,
-    gates_SBQH,
-    weight_HQK,
+    stack: Stack,
+    trace: Trace,
     output_bar_SBH,
-    hidden_bar_BH,
-    cell_bar_BH,
+    hidden_bar_LBH,
+    cell_bar_LBH,
     valid_SB,
     live,
 ):
-    """Gradients of the pre-activations [S, B, Q, H] and of the carry, [B, H] twice.
+    """Gradients of the pre-activations [L, S, B, Q, H] and of the carries, [L, B, H].
 
-    Of one layer; `cell` and `gates` may have more columns than the layer has units.
+    Layers of equal size; what `forward` left of them may have more columns.
     """
     steps, rows, width = output_bar_SBH.shape
-    clusters, groups = width // TILE, _groups(width)
+    groups, layers = lstm_ptx.groups_of(width), len(stack.units)
     share = width // groups
+    clusters = [units // TILE for units in stack.units]
+    kinds = min(layers, 2)  # of summands: from the layer itself, from the one above
 
     def lstm_backward(
         gates_ref,
@@ -367,8 +389,10 @@ def backward(
         output_bar_ref,
         hidden_bar_ref,
         cell_bar_ref,
+        mask_ref,
         valid_ref,
-        weight_ref,
+        recurrent_ref,
+        input_ref,
         z_bars_ref,
         first_hidden_bar_ref,
         first_cell_bar_ref,
@@ -377,24 +401,17 @@ def backward(
         part_s,
         arrived_s,
         weight_bar,
+        held_bar,
     ):
         started = pl.get_global(plgpu.SemaphoreType.REGULAR)
-        group = lax.axis_index("group")
-        cluster, gate = lax.axis_index("cluster"), lax.axis_index("gate")
-        units = pl.ds(cluster * TILE + gate * UNITS, UNITS)
+        group, gate = lax.axis_index("group"), lax.axis_index("gate")
 
-        def inbox(step):
-            """Where the summands of a step arrive, and what counts their bytes."""
+        def inbox(step, kind):
+            """Where summands of one kind arrive, and what counts the bytes of both."""
             turn = lax.rem(step, 2)
-            return part_s.at[turn], arrived_s.at[pl.ds(2 * turn, 2)]
+            return part_s.at[turn, kind], arrived_s.at[pl.ds(2 * turn, 2)]
 
-        def add_parts(step, kept_bar_BU):
-            summands_s, bytes_s = inbox(step)
-            _await_bytes(bytes_s, 4 * summands_s.shape[0] * UNITS * rows)
-            return kept_bar_BU + _part_sum(summands_s, rows, 0)
-
-        @pl.when(group < groups)
-        def _multiply():
+        def load_tile(weight_ref, cluster):
             @pl.when(group == 0)
             def _():
                 of_cluster = pl.ds(cluster * TILE, TILE)
@@ -403,46 +420,80 @@ def backward(
                 )
 
             plgpu.barrier_wait(weight_bar)
-            held = _hold(weight_s, share)
-            _wait_for_all(started, 4 * clusters)
-            columns = pl.ds(group * share, share)
+
+        def multiply(layer, cluster, lower):
+            load_tile(recurrent_ref.at[layer], cluster)
+            held = lstm_ptx.hold(weight_s, share)
+            if lower:
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(held_bar)
+
+                @pl.when(group == 0)
+                def _():
+                    plgpu.barrier_wait(held_bar)
+
+                load_tile(input_ref.at[layer], cluster)
+            lstm_ptx.wait_for_all(started, 4 * sum(clusters))
+
+            def send(step, kind, source_layer, position, registers):
+                columns = pl.ds(group * share, share)
+                lstm_ptx.multiply_share(
+                    z_bars_ref.at[source_layer, position, :, gate, columns],
+                    None,
+                    registers,
+                    weight_s,
+                    operand_s.at[group],
+                    inbox(step, kind)[0],
+                    live,
+                    inbox(step, kind)[1],
+                )
+
+            lstm_ptx.send_nothing(*inbox(0, 0), groups, rows)
 
             @pl.loop(0, steps)
             def _(back):
-                summands_s, bytes_s = inbox(back)
-                _multiply_share(
-                    z_bars_ref.at[steps - 1 - back, :, gate, columns],
-                    None,
-                    held,
-                    weight_s,
-                    operand_s.at[group],
-                    summands_s,
-                    live,
-                    bytes_s,
-                )
+                if lower:
+                    send(back, 1, layer + 1, steps - 1 - back, [])
+                send(back + 1, 0, layer, steps - 1 - back, held)
 
-        @pl.when(group == groups)
-        def _cells():
+            if lower:
+                lstm_ptx.send_nothing(*inbox(steps, 1), groups, rows)
+
+        def cells(layer, units, lower):
+            mask_BU = _load(mask_ref.at[layer, :, units])
+
             @pl.loop(0, steps)
             def _(index):
                 for q in range(4):
-                    _store(z_bars_ref.at[index, :, q, units], _unwritten(rows))
+                    _store(z_bars_ref.at[layer, index, :, q, units], _unwritten(rows))
 
-            _start_counting(arrived_s)
-            _signal(started)
+            lstm_ptx.start_counting(arrived_s)
+            lstm_ptx.signal(started)
+
+            def add_parts(step, kept_bar_BU):
+                own_s, bytes_s = inbox(step, 0)
+                lstm_ptx.await_bytes(
+                    bytes_s, (1 + lower) * 4 * 4 * groups * UNITS * rows
+                )
+                hidden_bar_BU = kept_bar_BU + _part_sum(own_s, rows, 0)
+                if lower:
+                    hidden_bar_BU += mask_BU * _part_sum(inbox(step, 1)[0], rows, 0)
+                return hidden_bar_BU
 
             def step(back, state):
-                hidden_bar_BU, cell_bar_BU = state
+                kept_bar_BU, cell_bar_BU = state
                 index = steps - 1 - back
                 valid_BU = _load(valid_ref.at[index])
-                output_bar_BU = _load(output_bar_ref.at[index, :, units])
-                hidden_bar_BU += jnp.where(valid_BU > 0, output_bar_BU, 0)
-                before_BU = _load(cells_ref.at[index, :, units])
-                tanh_BU = _tanh(_load(cells_ref.at[index + 1, :, units]))
+                if not lower:
+                    output_bar_BU = _load(output_bar_ref.at[index, :, units])
+                    kept_bar_BU += jnp.where(valid_BU > 0, output_bar_BU, 0)
+                before_BU = _load(cells_ref.at[layer, index, :, units])
+                tanh_BU = _tanh(_load(cells_ref.at[layer, index + 1, :, units]))
                 i, f, g, o = (
-                    _load(gates_ref.at[index, :, q, units]).astype(jnp.float32)
+                    _load(gates_ref.at[layer, index, :, q, units]).astype(jnp.float32)
                     for q in range(4)
                 )
+                hidden_bar_BU = add_parts(back, kept_bar_BU)
                 into_BU = cell_bar_BU + hidden_bar_BU * o * (1 - tanh_BU * tanh_BU)
                 z_bars = (
                     into_BU * g * i * (1 - i),
@@ -453,51 +504,84 @@ def backward(
                 for q in range(4):
                     z_bar_BU = jnp.where(valid_BU > 0, z_bars[q], 0)
                     z_bar_BU = z_bar_BU.astype(jnp.bfloat16)
-                    _store(z_bars_ref.at[index, :, q, units], z_bar_BU)
+                    _store(z_bars_ref.at[layer, index, :, q, units], z_bar_BU)
                 kept_bar_BU = jnp.where(valid_BU > 0, 0, hidden_bar_BU)
                 cell_bar_BU = jnp.where(valid_BU > 0, into_BU * f, cell_bar_BU)
-                return add_parts(back, kept_bar_BU), cell_bar_BU
+                return kept_bar_BU, cell_bar_BU
 
-            last = _load(hidden_bar_ref.at[:, units]), _load(cell_bar_ref.at[:, units])
-            hidden_bar_BU, cell_bar_BU = lax.fori_loop(0, steps, step, last)
-            _store(first_hidden_bar_ref.at[:, units], hidden_bar_BU)
-            _store(first_cell_bar_ref.at[:, units], cell_bar_BU)
+            last = [ref.at[layer, :, units] for ref in (hidden_bar_ref, cell_bar_ref)]
+            last = tuple(map(_load, last))
+            kept_bar_BU, cell_bar_BU = lax.fori_loop(0, steps, step, last)
+            hidden_bar_BU = add_parts(steps, kept_bar_BU)
+            _store(first_hidden_bar_ref.at[layer, :, units], hidden_bar_BU)
+            _store(first_cell_bar_ref.at[layer, :, units], cell_bar_BU)
 
-    carry = jax.ShapeDtypeStruct((rows, width), jnp.float32)
+        def run(layer, cluster, lower):
+            @pl.when(group < groups)
+            def _():
+                multiply(layer, cluster, lower)
+
+            @pl.when(group == groups)
+            def _():
+                units = pl.ds(cluster * TILE + gate * UNITS, UNITS)
+                cells(layer, units, lower)
+
+        layer, cluster = _place(lax.axis_index("cluster"), clusters)
+
+        @pl.when(layer == layers - 1)
+        def _():
+            run(layers - 1, cluster, lower=False)
+
+        if layers > 1:
+
+            @pl.when(layer < layers - 1)
+            def _():
+                run(layer, cluster, lower=True)
+
+    carry = jax.ShapeDtypeStruct((layers, rows, width), jnp.float32)
     call = plgpu.kernel(
         lstm_backward,
         out_type=[
-            jax.ShapeDtypeStruct((steps, rows, 4, width), jnp.bfloat16),
+            jax.ShapeDtypeStruct((layers, steps, rows, 4, width), jnp.bfloat16),
             carry,
             carry,
         ],
-        grid=(clusters,),
+        grid=(sum(clusters),),
         grid_names=("cluster",),
         cluster=(4,),
         cluster_names=("gate",),
         num_threads=groups + 1,
         thread_name="group",
         scratch_types=[
-            *_shared(rows, width, 4 * UNITS),
+            *_shared(rows, width, (kinds, 4 * groups, UNITS)),
             plgpu.SMEM((4,), jnp.int32),
             plgpu.Barrier(),
+            plgpu.Barrier(num_arrivals=groups),
         ],
         compiler_params=_LANES,
     )
     return call(
-        gates_SBQH,
-        cell_ZBH,
+        trace.gates_LSBQH,
+        trace.cell_LZBH,
         output_bar_SBH,
-        hidden_bar_BH,
-        cell_bar_BH,
+        hidden_bar_LBH,
+        cell_bar_LBH,
+        stack.mask_LBH,
         _spread(valid_SB),
-        weight_HQK,
+        stack.recurrent,
+        stack.input,
     )
 
 
-def _groups(width):
-    """Warpgroups among which the columns are split evenly."""
-    return max(n for n in (1, 2, 3) if width // CHUNK % n == 0)
+def _place(index, counts):
+    """Layer, and place within it, of the index-th when layers have `counts` each."""
+    layer, inside, first = jnp.int32(0), index, 0
+    for this, count in enumerate(counts):
+        here = (index >= first) & (index < first + count)
+        layer = jnp.where(here, this, layer)
+        inside = jnp.where(here, index - first, inside)
+        first += count
+    return layer, inside
 
 
 def _blocks(rows, units):
@@ -507,237 +591,46 @@ def _blocks(rows, units):
         width = max(units)
         alone = len(units) == 1 and tiles == 1
         # Weights of two tiles, or of two layers, fill shared memory and registers.
-        fits = alone or width // _groups(width) <= HELD
+        fits = alone or width // lstm_ptx.groups_of(width) <= lstm_ptx.HELD
         fits &= sum(blocks) <= MULTIPROCESSORS
         if fits and _shared_bytes(rows, width, tiles) <= SHARED_BYTES:
             return blocks
     return None
 
 
-def _shared(rows, width, tiles):
-    """Shared memory of a tile of weights, of the operand and of the parts."""
-    groups = _groups(width)
+def _clusters_fit(rows, units):
+    """Whether layers go backward at once: equal ones, if they all run at once."""
+    width = max(units)
+    return (
+        min(units) == width
+        and sum(units) <= CLUSTERS * TILE
+        and width // lstm_ptx.groups_of(width) <= lstm_ptx.HELD
+        and _shared_bytes(rows, width, 2) <= SHARED_BYTES
+    )
+
+
+def _shared(rows, width, parts):
+    """Shared memory of a tile of weights, of the operand and of the parts, twice.
+
+    A warpgroup may be a step ahead of the one that adds its parts. Backward it is never
+    two ahead: what it reads then needs all units of the step between.
+    """
+    groups = lstm_ptx.groups_of(width)
     return [
-        plgpu.SMEM((TILE, width), jnp.bfloat16, transforms=_TILED),
-        plgpu.SMEM((groups, rows, width // groups), jnp.bfloat16, transforms=_TILED),
-        plgpu.SMEM((groups, tiles * TILE, rows + PAD), jnp.float32),
+        plgpu.SMEM((TILE, width), jnp.bfloat16, transforms=TILED),
+        plgpu.SMEM((groups, rows, width // groups), jnp.bfloat16, transforms=TILED),
+        plgpu.SMEM((2, *parts, rows + PAD), jnp.float32),
     ]
 
 
 def _shared_bytes(rows, width, tiles):
-    parts = _groups(width) * tiles * TILE * (rows + PAD) * 4
+    parts = 2 * lstm_ptx.groups_of(width) * tiles * TILE * (rows + PAD) * 4
     return (TILE + rows) * width * 2 + parts + 1024
-
-
-def _hold(weight_s, share):
-    """This warpgroup's share of the weights, as far as its registers hold it."""
-    first = lax.axis_index("group") * share
-    return [
-        plgpu.load(
-            weight_s.at[:, pl.ds(first + start, CHUNK)], layout=plgpu.Layout.WGMMA
-        )
-        for start in range(0, min(share, HELD), CHUNK)
-    ]
-
-
-def _multiply_share(own_ref, below_ref, held, weight_s, operand_s, part_s):
-    """This warpgroup's part of the product, once what it reads is written.
-
-    With R the held weights and W those of shared memory, the parts are R own' + W
-    below'; or, without a layer below, R own' and, if there is a second tile, W own'.
-    Columns that the registers do not hold come from shared memory.
-    """
-    rows, share = operand_s.shape
-    width = weight_s.shape[1]
-    second_tile = part_s.shape[0] > TILE and below_ref is None
-    refs = [own_ref] if below_ref is None else [own_ref, below_ref]
-
-    @plgpu.inline_mgpu(
-        arg_types=(
-            [plgpu.RefType()] * len(refs),
-            [plgpu.Layout.WGMMA] * len(held),
-            plgpu.RefType(_TILED),
-            plgpu.RefType(_TILED),
-            plgpu.RefType(),
-        )
-    )
-    def product(_, refs, held, weight, operand, part):
-        registers = [
-            mgpu.utils.bitcast(register, ir.IntegerType.get_signless(32))
-            for chunk in held
-            for start in range(0, CHUNK, 16)
-            for register in chunk[:, start : start + 16].registers.flat
-        ]
-        first = arith.muli(mgpu.utils.warpgroup_idx(), _const(16 * share))
-        weight = arith.addi(_address(weight), first)
-
-        def multiply(registers, sums):
-            return mgpu.utils.inline_ptx(
-                _product_ptx(rows, share, width, len(registers), sums is not None),
-                _address(operand),
-                weight,
-                *registers,
-                *(sums or []),
-                result_types=[ir.F32Type.get()] * (rows // 2),
-                has_side_effects=True,
-                convergent=True,
-            )
-
-        sums = None
-        if below_ref is not None:
-            _gather(refs[1], operand)
-            sums = multiply([], None)
-        _gather(refs[0], operand)
-        _store_sums(multiply(registers, sums), rows, part, 0)
-        if second_tile:
-            _store_sums(multiply([], None), rows, part, TILE)
-
-    product(refs, held, weight_s, operand_s, part_s)
-
-
-def _product_ptx(rows, share, width, registers, added):
-    """All multiply-adds of a share of the columns, 16 at a time.
-
-    Operands: the sums, the addresses of operand and weights, the weights in registers
-    and, if `added`, the sums before.
-    """
-    count = rows // 2
-    sums = [f"d{n}" for n in range(count)]
-    start = [
-        f"${count + 2 + registers + n}" if added else "0f00000000" for n in range(count)
-    ]
-    instruction = (
-        f"wgmma.mma_async.sync.aligned.m64n{rows}k16.f32.bf16.bf16 "
-        f"{{{', '.join(sums)}}}"
-    )
-
-    def describe(name, address, k, columns):
-        """Swizzled rows of 128 bytes; the next eight rows are 16 * columns further."""
-        chunk, part = divmod(k, 4)
-        return (
-            f"add.u32 low, {address}, {1024 * chunk + 32 * part}; shr.u32 low, low, 4; "
-            f"and.b32 low, low, 0x3FFF; or.b32 low, low, 0x10000; "
-            f"mov.b64 {name}, {{low, {columns | 1 << 30}}};"
-        )
-
-    lines = [
-        "{ .reg .pred add; .reg .b32 low; .reg .b64 a, b;",
-        f".reg .f32 {', '.join(sums)}; setp.eq.b32 add, 0, 0;",
-        *(f"mov.f32 {d}, {value};" for d, value in zip(sums, start, strict=True)),
-        "wgmma.fence.sync.aligned;",
-    ]
-    for k in range(share // 16):
-        lines.append(describe("b", f"${count}", k, share))
-        if 4 * k < registers:
-            a = ", ".join(f"${count + 2 + 4 * k + n}" for n in range(4))
-            lines.append(f"{instruction}, {{{a}}}, b, add, 1, 1, 0;")
-        else:
-            lines.append(describe("a", f"${count + 1}", k, width))
-            lines.append(f"{instruction}, a, b, add, 1, 1, 0, 0;")
-    lines += ["wgmma.commit_group.sync.aligned;", "wgmma.wait_group.sync.aligned 0;"]
-    lines += [f"mov.f32 ${n}, {d};" for n, d in enumerate(sums)]
-    return "\n".join([*lines, "}"])
-
-
-def _store_sums(sums, rows, part, first_row):
-    """Sums as the tensor core leaves them, to rows of shared memory."""
-    thread = _thread()
-    warp, lane = arith.divui(thread, _const(32)), arith.remui(thread, _const(32))
-    line = 4 * (rows + PAD)
-    start = _scaled_sum(
-        (warp, 16 * line),
-        (arith.divui(lane, _const(4)), line),
-        (arith.remui(lane, _const(4)), 8),
-    )
-    start = arith.addi(start, _const(first_row * line))
-    stores = [
-        f"st.shared.v2.f32 [$0+{8 * half * line + 8 * n}], "
-        f"{{${1 + n + 2 * half}, ${2 + n + 2 * half}}};"
-        for n in range(0, len(sums), 4)
-        for half in range(2)
-    ]
-    address = arith.addi(_address(part), start)
-    mgpu.utils.inline_ptx("\n".join(stores), address, *sums, has_side_effects=True)
-
-
-def _gather(source, target):
-    """Copy rows of global memory to swizzled shared memory, each word once written.
-
-    A thread takes 16 of every 128 bytes of every sixteenth row.
-    """
-    i64 = ir.IntegerType.get_signless(64)
-    source_type = ir.MemRefType(source.type)
-    rows, columns = source_type.shape
-    (stride, _), _ = source_type.get_strides_and_offset()
-    thread = _thread()
-    row, place = arith.divui(thread, _const(8)), arith.remui(thread, _const(8))
-    line = arith.remui(row, _const(8))
-    start = arith.extui(i64, _scaled_sum((row, 2 * stride), (place, 16)))
-    source = arith.addi(llvm.ptrtoint(i64, mgpu.utils.memref_ptr(source)), start)
-    start = _scaled_sum(
-        (arith.divui(row, _const(8)), 16 * columns),
-        (line, 128),
-        (arith.xori(place, line), 16),
-    )
-    target = arith.addi(_address(target), start)
-    offsets = [
-        (2 * stride * first + 2 * column, 2 * columns * first + 16 * column)
-        for first in range(0, rows, 16)
-        for column in range(0, columns, CHUNK)
-    ]
-    for first in range(0, len(offsets), 6):
-        ptx = _poll_ptx(offsets[first : first + 6])
-        mgpu.utils.inline_ptx(ptx, source, target, has_side_effects=True)
-    mgpu.commit_shared()
-
-
-def _poll_ptx(offsets):
-    """Load 16 bytes at each $0 + source until all are written; store at $1 + target.
-
-    A word w holds two bfloat16. With v = ~w, one of them is 0xFFFF exactly if
-    (v - 0x00010001) & ~v has bit 15 or 31, and v - 0x00010001 is 0xFFFEFFFE - w.
-    """
-    words = [f"w{n}" for n in range(4 * len(offsets))]
-    loads, stores = [], []
-    for n, (source, target) in enumerate(offsets):
-        quad = ", ".join(words[4 * n : 4 * n + 4])
-        loads.append(f"ld.relaxed.gpu.global.v4.b32 {{{quad}}}, [$0+{source}];")
-        stores.append(f"st.shared.v4.b32 [$1+{target}], {{{quad}}};")
-    checks = [
-        f"sub.u32 one, 0xFFFEFFFE, {w}; and.b32 one, one, {w}; or.b32 all, all, one;"
-        for w in words
-    ]
-    return "\n".join(
-        [
-            f"{{ .reg .pred again; .reg .b32 one, all, {', '.join(words)};",
-            "poll: mov.b32 all, 0;",
-            *loads,
-            *checks,
-            "and.b32 all, all, 0x80008000; setp.ne.b32 again, all, 0;",
-            "@again bra poll;",
-            *stores,
-            "}",
-        ]
-    )
 
 
 def _unwritten(rows):
     bits = plgpu.layout_cast(jnp.full((rows, UNITS), -1, jnp.int16), _LAYOUT)
     return lax.bitcast_convert_type(bits, jnp.bfloat16)
-
-
-def _wait_for_all(started, blocks):
-    plgpu.semaphore_wait(started, blocks, decrement=False, memory_scope="gpu")
-
-
-def _fence_cluster():
-    """Order a block's parts before its neighbours' reads; both sides call it."""
-
-    @plgpu.inline_mgpu()
-    def fence(_):
-        mgpu.utils.inline_ptx("fence.acq_rel.cluster;", has_side_effects=True)
-
-    fence()
 
 
 def _load(ref):
@@ -751,40 +644,16 @@ def _store(ref, value):
         ref[...] = value
 
 
-def _part_sum(parts, rows, tile):
-    """Sum [B, U] of rows `tile` of 16 of every warpgroup's part, in a fixed order."""
+def _part_sum(parts_s, rows, tile):
+    """Sum [B, U] of rows `tile` of 16 of all parts, in a fixed order."""
     at = pl.ds(tile * UNITS, UNITS)
-    return sum(
-        _load(part_s.at[group, at, :rows].T)
-        for part_s in parts
-        for group in range(part_s.shape[0])
-    )
+    return sum(_load(parts_s.at[part, at, :rows].T) for part in range(parts_s.shape[0]))
 
 
 def _spread(valid_SB):
     """Validity of each row, repeated over the units of a tile."""
     shape = (*valid_SB.shape, UNITS)
     return jnp.broadcast_to(valid_SB[:, :, None], shape).astype(jnp.float32)
-
-
-def _address(shared):
-    i32 = ir.IntegerType.get_signless(32)
-    return llvm.ptrtoint(i32, mgpu.utils.memref_ptr(shared))
-
-
-def _const(value):
-    return arith.constant(ir.IntegerType.get_signless(32), value)
-
-
-def _thread():
-    return arith.remui(mgpu.utils.thread_idx(), _const(128))
-
-
-def _scaled_sum(*terms):
-    total = _const(0)
-    for value, scale in terms:
-        total = arith.addi(total, arith.muli(value, _const(scale)))
-    return total
 
 
 def _sigmoid(x):

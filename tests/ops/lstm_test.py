@@ -10,6 +10,7 @@ from softbottle.ops import lstm
 
 SIZES = (5, 7, 11, 3)  # inputs, then three layers
 STEPS, ROWS = 13, 3
+EVERYWHERE = ("scan", "wavefront")  # lstm_gpu_test.py has the third
 
 
 @pytest.fixture(autouse=True)
@@ -115,7 +116,7 @@ def test_both_forms_equal_a_differentiated_scan(dtype, tolerance, depth, unroll)
     with jax.enable_x64(dtype == "float64"):
         *arguments, masks = make_problem(dtype, SIZES[: depth + 1])
         expected = value_and_grads(lambda *a: plain_stack(*a, masks), *arguments)
-        for implementation in lstm.IMPLEMENTATIONS:
+        for implementation in EVERYWHERE:
             options = {"implementation": implementation, "unroll": unroll}
             ours = value_and_grads(
                 lambda *a, o=options: lstm.stack(*a, masks, **o), *arguments
@@ -157,7 +158,7 @@ def test_padding_changes_neither_state_nor_gradient():
     lengths = (STEPS, 6)
     valid_SB = jnp.arange(STEPS)[:, None] < jnp.array(lengths)[None]
     expected = value_and_grads(lambda *a: plain_rows(lengths, masks, *a), *arguments)
-    for implementation in lstm.IMPLEMENTATIONS:
+    for implementation in EVERYWHERE:
         ours = value_and_grads(
             lambda *a, i=implementation: lstm.stack(
                 *a, masks, valid_SB, implementation=i
@@ -169,7 +170,7 @@ def test_padding_changes_neither_state_nor_gradient():
         assert not np.any(input_bar_SBI[~np.asarray(valid_SB)])
 
 
-@pytest.mark.parametrize("implementation", lstm.IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", EVERYWHERE)
 def test_a_row_of_padding_keeps_its_state_to_the_bit(implementation):
     inputs_SBI, carries, layers, masks = make_problem(sizes=SIZES[:3])
     valid_SB = jnp.arange(ROWS)[None] != jnp.ones((STEPS, 1), int)
@@ -181,7 +182,7 @@ def test_a_row_of_padding_keeps_its_state_to_the_bit(implementation):
     assert not np.any(outputs_SBH[:, 1])
 
 
-@pytest.mark.parametrize("implementation", lstm.IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", EVERYWHERE)
 def test_two_halves_equal_the_whole(implementation):
     inputs_SBI, carries, layers, masks = make_problem(sizes=SIZES[:3])
 
@@ -215,7 +216,7 @@ def test_bfloat16_products_stay_near_float32_and_keep_every_dtype():
         assert 0 < error < 0.03 * np.linalg.norm(np.ravel(theirs))
 
 
-@pytest.mark.parametrize("implementation", lstm.IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", EVERYWHERE)
 def test_weight_gradients_are_not_accumulated_in_the_loop(implementation):
     inputs_SBI, carries, layers, masks = make_problem(sizes=SIZES[:3])
 
