@@ -1,17 +1,21 @@
-"""See the bottleneck in trained models, or in arrays from anywhere.
+"""See the bottleneck in trained models, in arrays from anywhere, or in bare text.
 
     python launch/analyze.py --workdir runs/quickstart \
         --workdir runs/quickstart-softmax --out runs/report
+    python launch/analyze.py --hf NAME_OR_FOLDER --text book.txt --out report
+    python launch/analyze.py --gguf model.gguf --text book.txt --out report
     python launch/analyze.py --arrays states.npz --out report
+    python launch/analyze.py --text german --text french --order 3 --out report
 
 Writes report.html (one file, made to be looked at), report.json and a PNG a figure.
+Nothing is downloaded unless --hf names a model that is no folder.
 """
 
 import pathlib
 
 from absl import app, flags, logging
 
-from softbottle.analysis import inspection, report
+from softbottle.analysis import captured, inspection, pretrained, report, texts
 
 WORKDIRS = flags.DEFINE_multi_string("workdir", [], "A run; give several to compare.")
 ARRAYS = flags.DEFINE_string(
@@ -20,14 +24,31 @@ ARRAYS = flags.DEFINE_string(
     "An .npz with hidden [N, D] and table [V, D], maybe bias and labels, and/or with "
     "attention logits [R, L] and values [L, D].",
 )
+HF = flags.DEFINE_string(
+    "hf", None, "A Hugging Face causal language model: a folder, or a name on the hub."
+)
+GGUF = flags.DEFINE_string("gguf", None, "A pretrained model in a GGUF file.")
+TEXTS = flags.DEFINE_multi_string(
+    "text",
+    [],
+    "What a pretrained model reads: text, or ids in a .npy file. Without a model: "
+    "files or folders whose n-grams are compared.",
+)
 OUT = flags.DEFINE_string("out", None, "Where the report goes.", required=True)
 INSTRUMENTS = flags.DEFINE_list(
     "instruments",
-    list(inspection.QUICK),
-    f"Which instruments, in what order, of {', '.join(inspection.INSTRUMENTS)}.",
+    None,
+    "Which instruments, in what order; by default all but those that train. Of a run: "
+    f"{', '.join(inspection.INSTRUMENTS)}; of a pretrained model: "
+    f"{', '.join(captured.INSTRUMENTS)}.",
 )
 SPLIT = flags.DEFINE_enum("split", "test", ["train", "valid", "test"], "Which text.")
-POSITIONS = flags.DEFINE_integer("positions", 8192, "How much of it.", lower_bound=2)
+POSITIONS = flags.DEFINE_integer(
+    "positions", None, "How much of it: 8192 for runs, else 2048.", lower_bound=2
+)
+WINDOW = flags.DEFINE_integer(
+    "window", 512, "Tokens that a pretrained model reads at a time.", lower_bound=8
+)
 ORDER = flags.DEFINE_integer("order", 2, "Of the text's n-grams.", lower_bound=2)
 
 
@@ -35,25 +56,45 @@ def main(arguments: list[str]) -> None:
     """Analyse what the flags say."""
     if len(arguments) > 1:
         raise app.UsageError(f"not understood: {arguments[1:]}")
-    if bool(WORKDIRS.value) == bool(ARRAYS.value):
-        raise app.UsageError("give either --workdir or --arrays")
+    models = [WORKDIRS.value, ARRAYS.value, HF.value, GGUF.value]
+    if sum(map(bool, models)) > 1 or not (any(models) or TEXTS.value):
+        raise app.UsageError("give one of --workdir, --arrays, --hf, --gguf, or --text")
     logging.set_verbosity(logging.WARNING)
-    if ARRAYS.value:
-        title = pathlib.Path(ARRAYS.value).name
-        sections = inspection.of_arrays(ARRAYS.value)
-    else:
-        title = ", ".join(pathlib.Path(workdir).name for workdir in WORKDIRS.value)
-        sections = inspection.of_runs(
-            WORKDIRS.value,
-            INSTRUMENTS.value,
-            SPLIT.value,
-            POSITIONS.value,
-            ORDER.value,
-        )
+    title, sections = _sections()
     report.write(OUT.value, title, sections)
     for section in sections:
         print(f"{section.title}: {section.reading}")
     print(f"wrote {OUT.value}/report.html")
+
+
+def _sections():
+    if ARRAYS.value:
+        return pathlib.Path(ARRAYS.value).name, inspection.of_arrays(ARRAYS.value)
+    if HF.value or GGUF.value:
+        return _pretrained()
+    if TEXTS.value:
+        names = ", ".join(pathlib.Path(path).name for path in TEXTS.value)
+        return names, [texts.section(TEXTS.value, ORDER.value)]
+    title = ", ".join(pathlib.Path(workdir).name for workdir in WORKDIRS.value)
+    return title, inspection.of_runs(
+        WORKDIRS.value,
+        INSTRUMENTS.value or inspection.QUICK,
+        SPLIT.value,
+        POSITIONS.value or 8192,
+        ORDER.value,
+    )
+
+
+def _pretrained():
+    if len(TEXTS.value) != 1:
+        raise app.UsageError("a pretrained model needs one --text to read")
+    reading = pretrained.Reading(TEXTS.value[0], POSITIONS.value or 2048, WINDOW.value)
+    if HF.value:
+        capture = pretrained.from_hf(HF.value, reading)
+    else:
+        capture = pretrained.from_gguf(GGUF.value, reading)
+    instruments = INSTRUMENTS.value or captured.QUICK
+    return capture.name, captured.sections(capture, instruments, ORDER.value)
 
 
 if __name__ == "__main__":

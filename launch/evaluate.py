@@ -1,7 +1,11 @@
-"""Perplexity of a trained model: static, dynamic, or with a neural cache.
+"""Perplexity of a trained model: static, dynamic, or with a cache.
 
     python launch/evaluate.py --workdir runs/ptb-mos --split test
     python launch/evaluate.py --workdir runs/ptb-mos --split test --dynamic --cache
+
+--cache is the neural cache, whose share is given; --joint the cache under the head's
+own normalisers, which config.cache trains for. Beside their perplexity stands how often
+the cache by itself would have been right.
 
 Prints a table, and one JSON line with the same numbers.
 """
@@ -13,7 +17,7 @@ import time
 from absl import app, flags, logging
 
 from softbottle import dynamic, evaluate, state
-from softbottle.data import corpus
+from softbottle.data import corpus, lines
 
 WORKDIR = flags.DEFINE_string("workdir", None, "The run.", required=True)
 SPLIT = flags.DEFINE_enum("split", "test", ["train", "valid", "test"], "Which text.")
@@ -33,7 +37,8 @@ SUMS = flags.DEFINE_bool(
     "sums", False, "Dynamic: the three numbers are in the MoS code's older convention."
 )
 CACHE = flags.DEFINE_bool("cache", False, "Also score with the neural cache.")
-WINDOW = flags.DEFINE_integer("window", 500, "Cache: states it holds.", lower_bound=1)
+JOINT = flags.DEFINE_bool("joint", False, "Also score with the joint cache.")
+WINDOW = flags.DEFINE_integer("window", 500, "Caches: states they hold.", lower_bound=1)
 THETA = flags.DEFINE_float("theta", 1.0, "Cache: sharpness.")
 SHARE = flags.DEFINE_float("share", 0.1, "Cache: its share of the mixture (lambda).")
 
@@ -62,11 +67,17 @@ def main(arguments: list[str]) -> None:
             "tokens": result.count,
             "seconds": round(time.perf_counter() - start, 2),
         }
-    print(f"{'way':10} {'perplexity':>10} {'nats':>8} {'tokens':>10} {'seconds':>8}")
+        if result.hits is not None:
+            results[name]["cache_accuracy"] = result.hits / result.count
+    print(
+        f"{'way':10} {'perplexity':>10} {'nats':>8} {'tokens':>10} {'seconds':>8} "
+        f"{'cache right':>11}"
+    )
     for name, row in results.items():
         print(
             f"{name:10} {row['perplexity']:10.3f} {row['loss']:8.4f} "
-            f"{row['tokens']:10,} {row['seconds']:8.1f}"
+            f"{row['tokens']:10,} {row['seconds']:8.1f} "
+            + (f"{row['cache_accuracy']:11.2%}" if "cache_accuracy" in row else "")
         )
     print(json.dumps({"split": SPLIT.value, "step": run.step, **results}))
 
@@ -74,7 +85,8 @@ def main(arguments: list[str]) -> None:
 def _ways(run, text, ids):
     data = run.config.data
     rows = ROWS.value or (data.test_rows if SPLIT.value == "test" else data.eval_rows)
-    static = evaluate.make_evaluator(run.model)
+    cut = lines.cut(data, run.vocab)
+    static = evaluate.make_evaluator(run.model, cut=cut)
     ways = {"static": lambda: static(run.params, ids, rows, data.eval_length)}
     if DYNAMIC.value:
         settings = _dynamic_settings(run, text)
@@ -85,6 +97,18 @@ def _ways(run, text, ids):
         pointer = evaluate.Pointer(WINDOW.value, THETA.value, SHARE.value)
         ways["cache"] = lambda: evaluate.evaluate_with_cache(
             run.model, run.params, ids, data.eval_length, pointer
+        )
+    if JOINT.value and cut is not None:
+        # A line's cache is the line's own history.
+        joint = evaluate.make_evaluator(run.model, cached=True, cut=cut)
+        ways["joint"] = lambda: joint(run.params, ids, rows, data.eval_length)
+    elif JOINT.value:
+        ways["joint"] = lambda: evaluate.evaluate_with_cache(
+            run.model,
+            run.params,
+            ids,
+            data.eval_length,
+            evaluate.Joint(WINDOW.value),
         )
     return ways
 

@@ -19,6 +19,9 @@ TOKENS = flags.DEFINE_integer("tokens", 100, "Words to make.", lower_bound=1)
 TEMPERATURE = flags.DEFINE_float("temperature", 1.0, "Below 1 sharpens.")
 TOP_K = flags.DEFINE_integer("top-k", 0, "Keep so many words; 0: all.")
 TOP_P = flags.DEFINE_float("top-p", 1.0, "Keep the words that hold this mass.")
+CACHE = flags.DEFINE_bool(
+    "cache", False, "Join the head with a cache of the text so far."
+)
 SEED = flags.DEFINE_integer("seed", 0, "The same seed gives the same text.")
 
 
@@ -49,6 +52,7 @@ def _continue(run, prompt):
         temperature=TEMPERATURE.value,
         top_k=TOP_K.value,
         top_p=TOP_P.value,
+        cache=CACHE.value,
         seed=SEED.value,
     ):
         text = "\n" if word == run.vocab.eos else f" {run.vocab.words[word]}"

@@ -12,6 +12,7 @@ from softbottle import ops
 from softbottle.heads import (
     Head,
     Mixture,
+    cached,
     gss,
     lowrank,
     moc,
@@ -27,6 +28,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Head",
     "Mixture",
+    "cached",
     "gss",
     "lowrank",
     "moc",

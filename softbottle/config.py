@@ -15,8 +15,10 @@ from typing import Any
 
 HEADS = ("softmax", "moc", "mos", "sigsoftmax", "moss", "gss", "plif", "lowrank")
 BACKBONES = ("window", "awd_lstm", "transformer")
-CORPORA = ("synthetic", "ptb", "wt2", "lm1b", "text")
+CORPORA = ("synthetic", "templates", "ptb", "wt2", "lm1b", "text")
 OPTIMISERS = ("adamw", "sgd")
+OBJECTIVES = ("plain", "trime", "histalign")
+UNITS = ("stream", "lines", "answers")
 AVERAGING = ("none", "nt", "et", "now")
 DTYPES = ("float32", "bfloat16")
 
@@ -69,6 +71,15 @@ class Synthetic(Section):
 
 
 @dataclasses.dataclass
+class Templates(Section):
+    """The ambiguous templates: see data/templates.py."""
+
+    train_lines: int = 20_000
+    eval_lines: int = 1_000
+    seed: int = 0
+
+
+@dataclasses.dataclass
 class Data(Section):
     """Which text, and how it becomes integers."""
 
@@ -78,6 +89,7 @@ class Data(Section):
     vocab_size: int = 0  # keep the most frequent types; 0 keeps all of them
     vocab_file: str = ""  # a given vocabulary, one word a line
     lowercase: bool = False
+    unit: str = "stream"  # one of UNITS; what a row of a batch holds: data/lines.py
     rows: int = 32  # rows of a training batch
     length: int = 32  # positions of a row; the law's mean when it is variable
     variable: bool = False  # draw each batch's length by the AWD-LSTM law
@@ -86,6 +98,7 @@ class Data(Section):
     test_rows: int = 1
     eval_length: int = 70
     synthetic: Synthetic = dataclasses.field(default_factory=Synthetic)
+    templates: Templates = dataclasses.field(default_factory=Templates)
 
 
 @dataclasses.dataclass
@@ -138,6 +151,19 @@ class Regularise(Section):
 
 
 @dataclasses.dataclass
+class Cache(Section):
+    """Training with a cache of the row's own history: see heads/cache.py.
+
+    plain trains without; trime takes the likelihood with the cache; histalign adds
+    alpha times the ranking loss to that.
+    """
+
+    objective: str = "plain"  # one of OBJECTIVES
+    alpha: float = 1.0  # histalign: weight of the ranking loss
+    margin: float = 0.001  # histalign: lambda, for every place in the order
+
+
+@dataclasses.dataclass
 class Optim(Section):
     """The optimiser, its schedule and its average."""
 
@@ -179,6 +205,7 @@ class Config(Section):
     head: Head = dataclasses.field(default_factory=Head)
     model: Model = dataclasses.field(default_factory=Model)
     regularise: Regularise = dataclasses.field(default_factory=Regularise)
+    cache: Cache = dataclasses.field(default_factory=Cache)
     optim: Optim = dataclasses.field(default_factory=Optim)
     train: Train = dataclasses.field(default_factory=Train)
     seed: int = 0
@@ -196,7 +223,8 @@ def validate(config: Config) -> Config:
     _check_choices(config)
     _check_ranges(config)
     _check_widths(config)
-    for section in (config, config.data.synthetic, *_sections(config)):
+    nested = (config.data.synthetic, config.data.templates)
+    for section in (config, *nested, *_sections(config)):
         object.__setattr__(section, "_frozen", True)
     return config
 
@@ -269,9 +297,11 @@ def _flatten(values, prefix=""):
 def _check_choices(config):
     for name, value, choices in (
         ("data.name", config.data.name, CORPORA),
+        ("data.unit", config.data.unit, UNITS),
         ("head.name", config.head.name, HEADS),
         ("model.backbone", config.model.backbone, BACKBONES),
         ("model.compute_dtype", config.model.compute_dtype, DTYPES),
+        ("cache.objective", config.cache.objective, OBJECTIVES),
         ("optim.name", config.optim.name, OPTIMISERS),
         ("optim.averaging", config.optim.averaging, AVERAGING),
     ):
@@ -288,7 +318,7 @@ def _check_ranges(config):
         "model.hidden_dim model.last_dim model.layers model.attention_heads "
         "model.order model.table_range model.vocab_multiple optim.learning_rate "
         "optim.accumulate optim.patience train.log_every train.checkpoint_every "
-        "data.synthetic.spread"
+        "data.synthetic.spread data.templates.train_lines data.templates.eval_lines"
     )
     for name in positive.split():
         if not flat[name] > 0:
@@ -300,6 +330,11 @@ def _check_ranges(config):
         rate = getattr(config.regularise, name)
         if not 0 <= rate < 1:
             raise ValueError(f"regularise.{name} must be in [0, 1), got {rate!r}.")
+    if config.data.variable and config.data.unit != "stream":
+        raise ValueError(
+            f"data.variable draws the length of a stream's batches, and data.unit is "
+            f"{config.data.unit!r}."
+        )
     if config.data.synthetic.words < 4:
         raise ValueError(
             f"data.synthetic.words must be at least 4, "
@@ -334,4 +369,4 @@ def _check_widths(config):
         )
 
 
-_SECTION_NAMES = ("data", "head", "model", "regularise", "optim", "train")
+_SECTION_NAMES = ("data", "head", "model", "regularise", "cache", "optim", "train")

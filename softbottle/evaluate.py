@@ -7,17 +7,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from softbottle import metrics
+from softbottle import heads, metrics
 from softbottle.data import batches
 from softbottle.model import Model
 from softbottle.ops import cache
 
 
 class Evaluation(NamedTuple):
-    """Sum of the negative log-likelihoods, and how many tokens it is over."""
+    """Sum of the negative log-likelihoods, and how many tokens it is over.
+
+    `hits` is to how many of them a cache, where there is one, gives most of its mass.
+    """
 
     total: float
     count: int
+    hits: int | None = None
 
     @property
     def loss(self) -> float:
@@ -30,23 +34,39 @@ class Evaluation(NamedTuple):
         return metrics.perplexity(self.loss)
 
 
-def make_evaluator(model: Model) -> Callable[..., Evaluation]:
+def make_evaluator(
+    model: Model,
+    *,
+    cached: bool = False,
+    cut: Callable[[np.ndarray, int, int], Iterator[batches.Batch]] | None = None,
+) -> Callable[..., Evaluation]:
     """A compiled `evaluate(params, ids, rows, length) -> Evaluation`.
 
     Every token but the first is predicted once, and the mean divides by their number.
+
+    Args:
+        model: what is evaluated.
+        cached: join the head with a cache of the positions of the same batch.
+        cut: (ids, rows, length) -> batches, each of which begins anew (data/lines.py);
+            None reads the text as contiguous rows.
     """
 
     @jax.jit
     def add(params, batch, carry, total):
-        nll_BS, carry = model.nll(params, batch, carry)
+        score = model.cached_nll if cached else model.nll
+        nll_BS, carry = score(params, batch, carry)
         return total + jnp.sum(nll_BS), carry
 
     def evaluate(params, ids, rows, length):
         rows = min(rows, len(ids) - 1)
         carry, count, sums = model.initial_carry(rows), 0, []
         total = jnp.zeros(())
-        for index, batch in enumerate(batches.evaluation(ids, rows, length), 1):
+        for index, batch in enumerate(
+            (cut or batches.evaluation)(ids, rows, length), 1
+        ):
             total, carry = add(params, batch, carry, total)
+            if cut is not None:
+                carry = model.initial_carry(rows)
             count += int(batch.weights_BS.sum())
             # float32 loses digits over millions of tokens: bank it now and then.
             if index % 64 == 0:
@@ -69,47 +89,72 @@ class Pointer(NamedTuple):
     share: float = 0.1
 
 
+class Joint(NamedTuple):
+    """The cache of heads/cache.py, under the head's normalisers, and its window."""
+
+    window: int = 500
+
+
 def evaluate_with_cache(
-    model: Model, params: Any, ids: np.ndarray, length: int, pointer: Pointer
+    model: Model, params: Any, ids: np.ndarray, length: int, kind: Pointer | Joint
 ) -> Evaluation:
     """Score a text, read as one row, with a cache of the states before each word."""
 
     @jax.jit
     def score(params, batch, carry, past):
         hidden_BSD, carry = model.hidden(params, batch, carry)
-        real_S, labels_S = batch.weights_BS[0] != 0, batch.labels_BS[0]
-        output = model.output(params)
-        nll_S = model.head.nll(*output, hidden_BSD[0], labels_S, **model.options)
-        now = (hidden_BSD[0].astype(jnp.float32), labels_S, real_S)
-        key_MD, word_M, seen_M = (
-            jnp.concatenate([old, new]) for old, new in zip(past, now, strict=True)
+        real_BS, labels_BS = batch.weights_BS != 0, batch.labels_BS
+        states_BSD = hidden_BSD.astype(jnp.float32)
+        now = (states_BSD, labels_BS, real_BS)
+        key_BMD, word_BM, seen_BM = (
+            jnp.concatenate(pair, axis=1) for pair in zip(past, now, strict=True)
         )
-        visible_SM = cache.window(len(real_S), pointer.window) & seen_M[None]
-        target_S, lse_S = cache.masses(
-            now[0], key_MD, word_M, labels_S, visible_SM, pointer.theta
-        )
-        mixed_S = jnp.logaddexp(
-            jnp.log1p(-pointer.share) - nll_S,
-            jnp.log(pointer.share) + target_S - lse_S,
-        )
-        mixed_S = jnp.where(jnp.isneginf(lse_S), -nll_S, mixed_S)
-        past = (key_MD[len(real_S) :], word_M[len(real_S) :], seen_M[len(real_S) :])
-        return -jnp.sum(jnp.where(real_S, mixed_S, 0.0)), carry, past
+        size = real_BS.shape[1]
+        visible_BSM = cache.window(size, kind.window)[None] & seen_BM[:, None]
+        memory = heads.Memory(key_BMD, word_BM, visible_BSM)
+        nll_BS = _with_memory(model, params, hidden_BSD, labels_BS, memory, kind)
+        width = states_BSD.shape[-1]
+        scale = kind.theta if isinstance(kind, Pointer) else width**-0.5
+        score_SM = cache.similarities(states_BSD, key_BMD, visible_BSM, scale)[0]
+        hit_S = cache.best_word(score_SM, word_BM[0]) == labels_BS[0]
+        past = (key_BMD[:, size:], word_BM[:, size:], seen_BM[:, size:])
+        hits = jnp.sum(hit_S & real_BS[0])
+        return jnp.sum(jnp.where(real_BS, nll_BS, 0.0)), hits, carry, past
 
-    carry, total, count = model.initial_carry(1), 0.0, 0
-    past = _empty_past(model, params, pointer.window)
+    carry, total, count, hits = model.initial_carry(1), 0.0, 0, 0
+    past = _empty_past(model, params, kind.window)
     for batch in batches.evaluation(ids, 1, length):
-        nll, carry, past = score(params, batch, carry, past)
+        nll, right, carry, past = score(params, batch, carry, past)
         total, count = total + float(nll), count + int(batch.weights_BS.sum())
-    return Evaluation(total, count)
+        hits += int(right)
+    return Evaluation(total, count, hits)
+
+
+def _with_memory(model, params, hidden_1SD, labels_1S, memory, kind):
+    """-log P(label) under a head and a memory, joined or interpolated, [1, S]."""
+    output = model.output(params)
+    if isinstance(kind, Joint):
+        tokens = (hidden_1SD, labels_1S, memory)
+        return model.cached.nll(*output, *tokens, **model.options)
+    nll_S = model.head.nll(*output, hidden_1SD[0], labels_1S[0], **model.options)
+    target_1S, lse_1S = cache.masses(
+        hidden_1SD.astype(jnp.float32),
+        memory.states_BMD,
+        memory.words_BM,
+        labels_1S,
+        memory.visible_BSM,
+        kind.theta,
+    )
+    mixed_S = cache.interpolate(-nll_S, target_1S[0] - lse_1S[0], kind.share)
+    return jnp.where(jnp.isneginf(lse_1S[0]), nll_S, -mixed_S)[None]
 
 
 def _empty_past(model, params, window):
     ones = np.ones((1, 1), np.int32)
     batch = batches.Batch(ones, ones, ones.astype(np.float32), ones)
     hidden = jax.eval_shape(model.hidden, params, batch, model.initial_carry(1))[0]
-    hidden_WD = jnp.zeros((window, hidden.shape[-1]))
-    return hidden_WD, jnp.zeros(window, jnp.int32), jnp.zeros(window, bool)
+    hidden_1WD = jnp.zeros((1, window, hidden.shape[-1]))
+    return hidden_1WD, jnp.zeros((1, window), jnp.int32), jnp.zeros((1, window), bool)
 
 
 def states(

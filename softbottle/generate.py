@@ -3,15 +3,19 @@
 At temperature 1 with no truncation a word is drawn exactly from the mixture by its
 head. Otherwise the mixture's own log-probabilities are sharpened, log P / temperature,
 cut to the `top_k` most probable words and to the smallest set that holds `top_p` of
-the mass, and drawn from.
+the mass, and drawn from. With a cache the words are those of the head and of the text
+so far: every state is remembered, once, with the word that followed it.
 """
 
+import functools
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from softbottle import heads
 from softbottle.data.batches import Batch
 from softbottle.state import Run
 
@@ -24,6 +28,7 @@ def generate(
     temperature: float = 1.0,
     top_k: int = 0,
     top_p: float = 1.0,
+    cache: bool = False,
     seed: int = 0,
 ) -> Iterator[int]:
     """Word ids that continue a prompt.
@@ -35,6 +40,7 @@ def generate(
         temperature: above 0; below 1 sharpens.
         top_k: keep so many words; 0 keeps all.
         top_p: keep the most probable words up to this mass.
+        cache: join the head with a cache of the prompt and of what was made.
         seed: the same seed gives the same text.
 
     Raises:
@@ -44,27 +50,72 @@ def generate(
     prompt = np.asarray(prompt if len(prompt) else [run.vocab.eos], np.int32)
     exact = temperature == 1 and not top_k and top_p == 1
 
+    sample, log_probs = _decoders(run.model, cache)
+
     @jax.jit
-    def draw(params, hidden_1D, key):
-        output = run.model.output(params)
+    def draw(params, hidden_1D, past, key):
         if exact:
-            return run.model.head.sample(*output, hidden_1D, key, **run.model.options)[
-                0
-            ]
-        log_p_V = run.model.head.log_probs(*output, hidden_1D, **run.model.options)[0]
+            return sample(params, hidden_1D, past, key)
+        log_p_V = log_probs(params, hidden_1D, past)
         return jax.random.categorical(
             key, truncated(log_p_V / temperature, top_k, top_p)
         )
 
     read = _recurrent if jax.tree.leaves(run.model.initial_carry(1)) else _whole
     states = read(run, prompt, tokens)
-    hidden_1D = next(states)
+    hidden_CD = next(states)
+    past = _empty(len(prompt) + tokens, hidden_CD)
+    past = _remember(past, hidden_CD[:-1], prompt[1:])
     keys = jax.random.split(jax.random.key(seed), tokens)
     for index in range(tokens):
-        word = int(draw(run.params, hidden_1D, keys[index]))
+        word = int(draw(run.params, hidden_CD[-1:], past, keys[index]))
         yield word
         if index + 1 < tokens:
-            hidden_1D = states.send(word)
+            past = _remember(past, hidden_CD[-1:], np.asarray([word], np.int32))
+            hidden_CD = states.send(word)
+
+
+class _Past(NamedTuple):
+    """States and the words that followed them; the first `count` are real."""
+
+    states_MD: jax.Array
+    words_M: jax.Array
+    count: jax.Array
+
+
+def _empty(size, hidden_CD):
+    states_MD = jnp.zeros((size, hidden_CD.shape[-1]), hidden_CD.dtype)
+    return _Past(states_MD, jnp.zeros(size, jnp.int32), jnp.zeros((), jnp.int32))
+
+
+@jax.jit
+def _remember(past, states_CD, words_C):
+    return _Past(
+        jax.lax.dynamic_update_slice(past.states_MD, states_CD, (past.count, 0)),
+        jax.lax.dynamic_update_slice(past.words_M, words_C, (past.count,)),
+        past.count + len(words_C),
+    )
+
+
+def _decoders(model, cache):
+    """(draw a word, log-probabilities of all), of the head or of it and the past."""
+
+    def memory(past):
+        seen_M = jnp.arange(len(past.words_M)) < past.count
+        return heads.Memory(
+            past.states_MD[None], past.words_M[None], seen_M[None, None]
+        )
+
+    def cached(function, params, hidden_1D, past, *key):
+        given = (*model.output(params), hidden_1D[None], memory(past), *key)
+        return function(*given, **model.options)[0, 0]
+
+    def plain(function, params, hidden_1D, past, *key):
+        del past
+        return function(*model.output(params), hidden_1D, *key, **model.options)[0]
+
+    how, head = (cached, model.cached) if cache else (plain, model.head)
+    return tuple(functools.partial(how, f) for f in (head.sample, head.log_probs))
 
 
 def truncated(log_p_V: jax.Array, top_k: int, top_p: float) -> jax.Array:
@@ -79,24 +130,24 @@ def truncated(log_p_V: jax.Array, top_k: int, top_p: float) -> jax.Array:
 
 
 def _recurrent(run, prompt, tokens):
-    """Hidden states from a carry: the prompt once, then word by word."""
+    """Hidden states of what is new, from a carry: the prompt, then word by word."""
     del tokens
     hidden = jax.jit(run.model.hidden)
     carry, ids = run.model.initial_carry(1), prompt
     while True:
         hidden_BSD, carry = hidden(run.params, _batch(ids), carry)
-        ids = np.asarray([(yield hidden_BSD[0, -1:])], np.int32)
+        ids = np.asarray([(yield hidden_BSD[0])], np.int32)
 
 
 def _whole(run, prompt, tokens):
-    """Hidden states of a model without a carry: the text so far, read again."""
+    """The same of a model without a carry, which reads the text so far again."""
     hidden = jax.jit(run.model.hidden)
-    text, end = np.zeros(len(prompt) + tokens, np.int32), len(prompt)
+    text, start, end = np.zeros(len(prompt) + tokens, np.int32), 0, len(prompt)
     text[:end] = prompt
     while True:
         hidden_BSD, _ = hidden(run.params, _batch(text), ())
-        text[end] = yield hidden_BSD[0, end - 1 : end]
-        end += 1
+        text[end] = yield hidden_BSD[0, start:end]
+        start, end = end, end + 1
 
 
 def _batch(ids):

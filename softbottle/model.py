@@ -5,7 +5,9 @@
 
 The model owns the table and the bias. The means of the two penalties (AR on the
 dropped states, TAR on the raw ones) run over real positions only, so that padding a
-batch changes nothing.
+batch changes nothing. With `config.cache` the likelihood is that of the head and a
+cache of the positions of the same segment of the same row (TRIME), and the ranking
+loss of HistAlign is another penalty.
 """
 
 from collections.abc import Callable
@@ -18,6 +20,7 @@ from softbottle import config as config_lib
 from softbottle import heads
 from softbottle.backbones import dropout
 from softbottle.backbones import make as make_backbone
+from softbottle.heads import cache
 
 SINGLE = ("softmax", "sigsoftmax", "lowrank")
 
@@ -38,8 +41,10 @@ class Model(NamedTuple):
         initial_carry: rows -> carry, the state before any text.
         loss: (params, batch, carry, key) -> (Loss, carry), with dropout.
         nll: (params, batch, carry) -> (nll_BS, carry), without; 0 in padding.
+        cached_nll: the same with a cache of the batch's own history.
         hidden: (params, batch, carry) -> (hidden_BSD, carry), without dropout.
         head: the output head.
+        cached: the head joined with a cache.
         output: params -> (head params, table_VE, bias_V), a head's first arguments.
         options: of the head's operations.
     """
@@ -48,8 +53,10 @@ class Model(NamedTuple):
     initial_carry: Callable[[int], Any]
     loss: Callable[..., tuple[Loss, Any]]
     nll: Callable[..., tuple[jax.Array, Any]]
+    cached_nll: Callable[..., tuple[jax.Array, Any]]
     hidden: Callable[..., tuple[jax.Array, Any]]
     head: heads.Head
+    cached: heads.Cached
     output: Callable[[Any], tuple[Any, jax.Array, jax.Array]]
     options: dict[str, Any]
 
@@ -72,6 +79,7 @@ def make_head(config: config_lib.Head) -> heads.Head:
 def make(config: config_lib.Config, vocab: int) -> Model:
     """The model of a config over a vocabulary of this many words."""
     head, backbone = make_head(config.head), make_backbone(config)
+    cached = heads.cached(head)
     rows = -(-vocab // config.model.vocab_multiple) * config.model.vocab_multiple
     dtype = jnp.dtype(config.model.compute_dtype)
     options = {
@@ -103,15 +111,19 @@ def make(config: config_lib.Config, vocab: int) -> Model:
     def loss(params, batch, carry, key):
         trunk_key, latent_key = jax.random.split(key)
         states = trunk(params, batch, carry, trunk_key)
-        total = head.loss(
-            *output(params),
-            _flat(states.hidden_BSD),
-            _flat(batch.labels_BS),
-            _flat(batch.weights_BS),
-            latent_mask=_latent_mask(config, latent_key, batch.ids_BS.shape),
-            **options,
-        )
+        mask = _latent_mask(config, latent_key, batch.ids_BS.shape)
+        keywords = {"latent_mask": mask, **options}
+        tokens = (states.hidden_BSD, batch.labels_BS, batch.weights_BS)
         penalty = _penalty(config.regularise, states, batch.weights_BS)
+        if config.cache.objective == "plain":
+            total = head.loss(*output(params), *map(_flat, tokens), **keywords)
+        else:
+            tokens = (*tokens, _history(states.hidden_BSD, batch))
+            total = cached.loss(*output(params), *tokens, **keywords)
+        if config.cache.objective == "histalign":
+            table_VE = output(params)[1]
+            misranked = cache.ranking_loss(table_VE, *tokens, config.cache.margin)
+            penalty += config.cache.alpha * misranked
         return Loss(total, jnp.sum(batch.weights_BS), penalty), states.carry
 
     def hidden(params, batch, carry):
@@ -120,14 +132,30 @@ def make(config: config_lib.Config, vocab: int) -> Model:
 
     def nll(params, batch, carry):
         hidden_BSD, carry = hidden(params, batch, carry)
-        real_BS = batch.weights_BS != 0
-        labels_BS = jnp.where(real_BS, batch.labels_BS, 0)
-        nll_T = head.nll(
-            *output(params), _flat(hidden_BSD), _flat(labels_BS), **options
-        )
-        return jnp.where(real_BS, nll_T.reshape(labels_BS.shape), 0.0), carry
+        labels_T = _flat(_known_labels(batch))
+        nll_T = head.nll(*output(params), _flat(hidden_BSD), labels_T, **options)
+        return _where_real(batch, nll_T.reshape(batch.labels_BS.shape)), carry
 
-    return Model(init, backbone.initial_carry, loss, nll, hidden, head, output, options)
+    def cached_nll(params, batch, carry):
+        hidden_BSD, carry = hidden(params, batch, carry)
+        memory = _history(hidden_BSD, batch)
+        nll_BS = cached.nll(
+            *output(params), hidden_BSD, _known_labels(batch), memory, **options
+        )
+        return _where_real(batch, nll_BS), carry
+
+    return Model(
+        init,
+        backbone.initial_carry,
+        loss,
+        nll,
+        cached_nll,
+        hidden,
+        head,
+        cached,
+        output,
+        options,
+    )
 
 
 def count_parameters(params: Any, vocab: int) -> int:
@@ -239,6 +267,19 @@ def _penalty(regularise, states, weights_BS):
 def _mean_square(values_BSD, real_BS):
     square_BS = jnp.mean(jnp.square(values_BSD.astype(jnp.float32)), axis=-1)
     return jnp.sum(square_BS * real_BS) / jnp.maximum(jnp.sum(real_BS), 1.0)
+
+
+def _history(hidden_BSD, batch):
+    return cache.history(hidden_BSD, batch.labels_BS, batch.segments_BS)
+
+
+def _known_labels(batch):
+    """The labels, with a word where padding may hold none."""
+    return jnp.where(batch.weights_BS != 0, batch.labels_BS, 0)
+
+
+def _where_real(batch, nll_BS):
+    return jnp.where(batch.weights_BS != 0, nll_BS, 0.0)
 
 
 def _flat(array_BS):

@@ -42,7 +42,8 @@ def write_run(workdir: pathlib.Path, config: config_lib.Config, vocab: Vocab) ->
     workdir.mkdir(parents=True, exist_ok=True)
     path = workdir / "config.json"
     if path.exists():
-        stored = json.loads(path.read_text())
+        # Read as a config, so that a setting younger than the run has its default.
+        stored = config_lib.to_dict(config_lib.from_dict(json.loads(path.read_text())))
         _check_same(workdir, config, stored)
         if Vocab.load(workdir / "vocab.txt").digest != vocab.digest:
             raise ValueError(

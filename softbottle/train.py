@@ -26,8 +26,9 @@ from softbottle import checkpoint, evaluate, metrics, optim
 from softbottle import config as config_lib
 from softbottle import model as model_lib
 from softbottle import state as state_lib
-from softbottle.analysis import curves, truth
+from softbottle.analysis import ambiguity, curves, truth
 from softbottle.data import corpus as corpus_lib
+from softbottle.data import lines
 from softbottle.data.batches import Stream
 from softbottle.data.vocab import Corpus
 from softbottle.state import TrainState
@@ -54,7 +55,7 @@ class Trainer(NamedTuple):
     model: model_lib.Model
     step: Callable[..., tuple[TrainState, dict[str, jax.Array]]]
     evaluate: Callable[..., evaluate.Evaluation]
-    stream: Stream
+    stream: Stream | lines.Lines
     latest: checkpoint.Checkpoints
     best: checkpoint.Checkpoints
     series: checkpoint.Checkpoints | None
@@ -82,6 +83,8 @@ def run(config: config_lib.Config, workdir: pathlib.Path | str) -> dict[str, Any
         if summary.get("equal_softmax"):
             rows["softmax, as many parameters"] = summary["equal_softmax"]
         print(truth.table(rows))
+        if config.data.name == "templates":
+            print(ambiguity.table(summary))
     return summary
 
 
@@ -200,22 +203,16 @@ def _prepare(config, workdir):
     state_lib.write_run(workdir, config, corpus.vocab)
     model = model_lib.make(config, len(corpus.vocab))
     data, train = config.data, config.train
-    stream = Stream(
-        corpus.train,
-        data.rows,
-        data.length,
-        variable=data.variable,
-        max_delta=data.max_delta,
-        seed=config.seed,
-    )
+    cached = config.cache.objective != "plain"
+    cut = lines.cut(data, corpus.vocab)
     return Trainer(
         config,
         workdir,
         corpus,
         model,
         make_step(config, model, optim.make(config.optim)),
-        evaluate.make_evaluator(model),
-        stream,
+        evaluate.make_evaluator(model, cached=cached, cut=cut),
+        lines.stream(data, corpus.vocab, corpus.train, config.seed),
         checkpoint.Checkpoints(workdir / "checkpoints", train.keep),
         checkpoint.Checkpoints(workdir / "best", 1),
         checkpoint.Checkpoints(workdir / "series", None) if train.series else None,
@@ -370,6 +367,8 @@ def _finish(trainer, step, history):
     curves.write(workdir, f"{config.head.name} on {data.name}")
     if data.name == "synthetic":
         summary |= truth.summarise(best, trainer.corpus, workdir)
+    if data.name == "templates":
+        summary |= ambiguity.summarise(best, trainer.corpus)
     if config.train.equal_softmax:
         rival = model_lib.equal_softmax(config, vocab, summary["parameters"])
         rival = config_lib.validate(rival)

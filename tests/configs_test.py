@@ -18,6 +18,7 @@ ARGUMENTS = [
     *(("wt2", argument) for argument in RECIPES),
     *(("lm1b", head) for head in (*MIXTURES, "softmax", "sigsoftmax")),
     *(("quickstart", head) for head in (*MIXTURES, "softmax", "sigsoftmax")),
+    *(("templates", objective) for objective in configs.OBJECTIVES),
 ]
 
 
@@ -56,6 +57,19 @@ def test_every_argument_gives_a_config_that_is_valid(name):
     offered = getattr(module, "HEADS", None) or getattr(module, "COMPONENTS", PAPERS)
     assert heads == set(offered)
     assert module.get_config().head.name == "mos"
+
+
+def test_every_objective_on_the_templates_is_the_same_model():
+    module = load("templates")
+    assert "configs/templates.py" in module.__doc__
+    plain = configs.to_dict(module.get_config("plain"))
+    for objective in configs.OBJECTIVES:
+        config = configs.validate(module.get_config(objective))
+        assert config.cache.objective == objective
+        assert len(configs.differences(config, plain)) == (objective != "plain")
+        tuned = configs.validate(module.get_config(f"{objective},finetune"))
+        lines = configs.differences(tuned, configs.to_dict(config))
+        assert {line.split(".")[0] for line in lines} == {"optim", "train"}
 
 
 # The settings of the MoS code's README and argument defaults, column by column.
@@ -141,6 +155,8 @@ def test_a_stage_changes_the_optimiser_and_nothing_that_the_model_is(name, head)
         ("wt2", "finetune", "'moss'"),
         ("lm1b", "gss", "'sigsoftmax'"),
         ("quickstart", "mos,finetune", "'moc'"),
+        ("templates", "trim", "'trime'"),
+        ("templates", "trime,finetun", "'plain'"),
     ],
 )
 def test_an_unknown_head_or_stage_is_refused_with_those_there_are(

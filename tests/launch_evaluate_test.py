@@ -57,7 +57,7 @@ def answers(workdir):
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
     }
     commands = {
-        "evaluate": ("--split", "test", "--dynamic", "--cache")
+        "evaluate": ("--split", "test", "--dynamic", "--cache", "--joint")
         + ("--segment", str(SEGMENT), "--window", str(WINDOW)),
         "generate": ("--prompt", "-", "--tokens", "11", "--top-k", "3")
         + ("--top-p", "0.9", "--temperature", "0.8", "--seed", "5"),
@@ -86,7 +86,7 @@ def answers(workdir):
 def test_an_evaluation_is_told_in_a_table_and_in_one_line(answers, workdir):
     *table, line = answers["evaluate"][0].splitlines()
     found = json.loads(line)
-    ways = ("static", "dynamic", "cache")
+    ways = ("static", "dynamic", "cache", "joint")
     assert set(found) == {"split", "step", *ways}
     assert (found["split"], found["step"]) == ("test", 2)
     assert [row.split()[0] for row in table] == ["way", *ways]
@@ -106,6 +106,10 @@ def test_the_numbers_are_those_of_the_model_and_the_flags(answers, workdir):
     cache = evaluate.evaluate_with_cache(run.model, run.params, ids, 17, pointer)
     assert found["static"]["loss"] == pytest.approx(static.loss, rel=1e-5)
     assert found["cache"]["loss"] == pytest.approx(cache.loss, rel=1e-5)
+    kind = evaluate.Joint(window=WINDOW)
+    joint = evaluate.evaluate_with_cache(run.model, run.params, ids, 17, kind)
+    assert found["joint"]["loss"] == pytest.approx(joint.loss, rel=1e-5)
+    assert found["joint"]["cache_accuracy"] == joint.hits / 43
     # It has learnt a little, and after the first words only.
     assert found["dynamic"]["loss"] != found["static"]["loss"]
     assert found["dynamic"]["loss"] == pytest.approx(static.loss, rel=0.1)

@@ -1,3 +1,4 @@
+import json
 import pathlib
 
 import chex
@@ -82,6 +83,16 @@ def test_another_setting_is_an_error_that_names_the_field(tmp_path):
     write(tmp_path)
     with pytest.raises(ValueError, match="model.hidden_dim: 6 here, 5 there"):
         write(tmp_path, hidden_dim=6)
+
+
+def test_a_setting_younger_than_the_run_has_its_default_there(tmp_path):
+    write(tmp_path)
+    path = tmp_path / "config.json"
+    stored = json.loads(path.read_text())
+    del stored["cache"], stored["head"]["implementation"]
+    path.write_text(json.dumps(stored))
+    write(tmp_path)
+    assert "cache" in json.loads(path.read_text())
 
 
 def test_how_long_a_run_is_and_where_its_text_lies_may_change(tmp_path):

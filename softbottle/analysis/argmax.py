@@ -47,11 +47,13 @@ class Reach(NamedTuple):
         reachable_V: whether a word can be the argmax.
         margin_V: of the state that was found, or the most there is where none was.
         programmes: how many words the quick search left to the linear programme.
+        words_V: the words in question.
     """
 
     reachable_V: np.ndarray
     margin_V: np.ndarray
     programmes: int
+    words_V: np.ndarray
 
 
 class TopSets(NamedTuple):
@@ -74,22 +76,39 @@ class TopSets(NamedTuple):
     dim: int
 
 
-def reach(table_VE: np.ndarray, bias_V: np.ndarray | None = None) -> Reach:
+def reach(
+    table_VE: np.ndarray,
+    bias_V: np.ndarray | None = None,
+    words: np.ndarray | None = None,
+) -> Reach:
     """Find the words that no state in the box |h_e| <= 100 ranks first.
 
     Two equal rows with equal biases tie for ever, so neither is reachable.
 
+    Args:
+        table_VE: the rows, all of which are rivals.
+        bias_V: nought if None.
+        words: those that are looked at; None for all.
+
     Raises:
-        ValueError: if the table or the bias is not finite, or their shapes disagree.
+        ValueError: if the table or the bias is not finite, their shapes disagree, or
+            a word is none of the table's.
     """
     table_VE, bias_V = _checked(table_VE, bias_V)
-    margin_V = np.full(len(table_VE), -np.inf)
+    vocab = len(table_VE)
+    words_V = np.arange(vocab) if words is None else np.unique(words)
+    if not len(words_V) or words_V[0] < 0 or words_V[-1] >= vocab:
+        raise ValueError(f"words must be some of {vocab}, got {words_V}.")
+    # Words that are not asked for count as found.
+    margin_V = np.full(vocab, np.inf)
+    margin_V[words_V] = -np.inf
     for scale in (BOX, 1.0):
         _search(table_VE, bias_V, margin_V, scale)
     left = np.flatnonzero(margin_V <= MARGIN)
     for word in left:
         margin_V[word] = _largest_margin(table_VE, bias_V, word)
-    return Reach(margin_V > MARGIN, margin_V, len(left))
+    margin_V = margin_V[words_V]
+    return Reach(margin_V > MARGIN, margin_V, len(left), words_V)
 
 
 def top_sets(
@@ -167,9 +186,9 @@ def section(reaches: dict[str, Reach], sets: dict[str, TopSets]) -> report.Secti
         "Dashed: what is proved for a random table of the same shape, at least. "
         "Dotted: half the width; past it no table whatever has every set."
     )
-    lost = {name: np.flatnonzero(~found.reachable_V) for name, found in reaches.items()}
+    lost = {name: found.words_V[~found.reachable_V] for name, found in reaches.items()}
     counts = "; ".join(
-        f"{name}: {len(words):,} of {len(reaches[name].reachable_V):,}"
+        f"{name}: {len(words):,} of {len(reaches[name].words_V):,} that were tried"
         for name, words in lost.items()
     )
     reading = (
@@ -179,6 +198,7 @@ def section(reaches: dict[str, Reach], sets: dict[str, TopSets]) -> report.Secti
     numbers = {
         name: {
             "unreachable": words,
+            "tried": len(reaches[name].words_V),
             "decided_by_linear_programme": reaches[name].programmes,
             "smallest_margin": reaches[name].margin_V.min(),
         }

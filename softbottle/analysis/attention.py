@@ -33,7 +33,7 @@ from scipy import stats
 
 from softbottle.analysis import normalisers, report
 
-_LEVEL = 0.01  # of the test that calls two samples of distances different
+LEVEL = 0.01  # of the test that calls two samples of distances different
 _CAPTION = (
     "Top left: how far the selected sum is from what was left out, and its bound "
     "(dashed). Top right: selected tokens nearer to it than any other (lines), bounds "
@@ -155,18 +155,31 @@ def critical_count(
     Raises:
         ValueError: as `selection` does.
     """
-    weights_RL, values_LD = _checked(weights_RL, values_LD, counts)
+    _checked(weights_RL, values_LD, counts)
     rng = np.random.default_rng(seed)
-    order_RL = np.argsort(-weights_RL, axis=-1, kind="stable")
     for count in sorted(counts):
-        blind_RL = rng.permuted(order_RL, axis=-1)
-        chosen_R, random_R = (
-            _away(weights_RL, values_LD, some_RL, count)[1][:, count:].sum(axis=-1)
-            for some_RL in (order_RL, blind_RL)
-        )
-        if stats.ks_2samp(chosen_R, random_R).pvalue > _LEVEL:
+        pair = beside_blind(weights_RL, values_LD, count, rng)
+        if stats.ks_2samp(*pair).pvalue > LEVEL:
             return int(count)
     return None
+
+
+def beside_blind(
+    weights_RL: np.ndarray, values_LD: np.ndarray, count: int, rng: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray]:
+    """d~ of each row's largest weights, and of as many tokens drawn at random.
+
+    Raises:
+        ValueError: as `selection` does.
+    """
+    weights_RL, values_LD = _checked(weights_RL, values_LD, [count])
+    order_RL = np.argsort(-weights_RL, axis=-1, kind="stable")
+    blind_RL = rng.permuted(order_RL, axis=-1)
+    chosen_R, random_R = (
+        _away(weights_RL, values_LD, some_RL, count)[1][:, count:].sum(axis=-1)
+        for some_RL in (order_RL, blind_RL)
+    )
+    return chosen_R, random_R
 
 
 def sensitivity(

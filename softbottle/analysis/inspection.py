@@ -4,18 +4,20 @@ import pathlib
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import jax
 import numpy as np
 
 from softbottle import evaluate
 from softbottle.analysis import (
     argmax,
     attention,
+    attention_layers,
+    captured,
     gradient,
     lowrank,
     ngram,
     rank,
     saturation,
+    training,
 )
 from softbottle.analysis.report import Section
 from softbottle.data import corpus as corpus_lib
@@ -28,6 +30,7 @@ _DIMENSIONS = 512  # of the text's next-word matrix, at most
 class Subject(NamedTuple):
     """A run, its corpus, and the stretch of text that it is looked at on."""
 
+    workdir: pathlib.Path
     run: Run
     corpus: Corpus
     ids: np.ndarray
@@ -82,7 +85,14 @@ def of_arrays(path: pathlib.Path | str) -> list[Section]:
         arrays = dict(stored)
     sections = []
     if {"hidden", "table"} <= set(arrays):
-        sections += _head_sections(pathlib.Path(path).stem, arrays)
+        capture = captured.Capture(
+            pathlib.Path(path).stem,
+            arrays["table"],
+            arrays.get("bias"),
+            [arrays["hidden"]],
+            arrays.get("labels"),
+        )
+        sections += captured.sections(capture, ("rank", "saturation", "gradient"))
     if {"logits", "values"} <= set(arrays):
         sections.append(_attention_section(arrays["logits"], arrays["values"]))
     if not sections:
@@ -102,41 +112,14 @@ def _attention_section(logits_RL, values_LD):
     )
 
 
-def _head_sections(name, arrays):
-    hidden_ND, table_VD = arrays["hidden"], arrays["table"]
-    bias_V = arrays.get("bias", np.zeros(len(table_VD), table_VD.dtype))
-    if hidden_ND.ndim != 2 or hidden_ND.shape[1:] != table_VD.shape[1:]:
-        raise ValueError(
-            f"hidden {hidden_ND.shape} and table {table_VD.shape} must be [N, D] and "
-            "[V, D]."
-        )
-    layers, head = saturation.layers([hidden_ND]), saturation.head(table_VD)
-    ranks = rank.streamed(_log_softmax_blocks(hidden_ND, table_VD, bias_V))
-    found = rank.HeadRanks(
-        ranks, rank.softmax_bound(table_VD.shape[1], "bias" in arrays), np.nan, None
-    )
-    sections = [
-        rank.section({name: found}),
-        saturation.section({name: layers}, {name: head}),
-    ]
-    if "labels" in arrays:
-        measured = gradient.measure(
-            np.zeros((len(hidden_ND), 1), np.float32),
-            hidden_ND[:, None],
-            table_VD,
-            bias_V,
-            arrays["labels"],
-        )
-        sections.append(gradient.section({name: measured}))
-    return sections
-
-
 def _subject(workdir, split, positions):
     run = load_run(workdir, "float32")
     corpus = corpus_lib.load(run.config.data)
     if corpus.vocab.digest != run.vocab.digest:
         raise ValueError(f"the corpus of {workdir} is not the one it was trained on.")
-    return Subject(run, corpus, getattr(corpus, split)[: positions + 1])
+    return Subject(
+        pathlib.Path(workdir), run, corpus, getattr(corpus, split)[: positions + 1]
+    )
 
 
 def _rank(subjects, order):
@@ -150,12 +133,33 @@ def _saturation(subjects, order):
     del order
     states, heads = {}, {}
     for name, one in subjects.items():
-        parts = evaluate.states(one.run.model, one.run.params, one.ids)
-        states[name] = saturation.layers(
-            [np.concatenate([np.asarray(hidden_CD) for hidden_CD, _, _ in parts])]
-        )
+        inner = training.inner(one.run, one.ids)
+        states[name] = saturation.layers(inner.states)
         heads[name] = saturation.head(_table(one.run)[0])
     return saturation.section(states, heads)
+
+
+def _attention(subjects, order):
+    """Only where there is attention."""
+    del order
+    found = {}
+    for name, one in subjects.items():
+        if one.run.config.model.backbone == "transformer":
+            inner = training.inner(one.run, one.ids)
+            entering = inner.states[: len(inner.logits_LWHS)]
+            found[name] = attention_layers.measure(inner.logits_LWHS, entering)
+    return attention_layers.section(found) if found else None
+
+
+def _training(subjects, order):
+    """Only where a run kept its series of checkpoints."""
+    del order
+    found = {
+        name: saturation.curves(training.checkpoints(one.workdir, one.run, one.ids))
+        for name, one in subjects.items()
+        if training.steps(one.workdir)
+    }
+    return saturation.run_section(found) if found else None
 
 
 def _gradient(subjects, order):
@@ -226,20 +230,13 @@ def _table(run):
     return np.asarray(table_VE[:words]), np.asarray(bias_V[:words])
 
 
-def _log_softmax_blocks(hidden_ND, table_VD, bias_V):
-    for start in range(0, len(hidden_ND), 1024):
-        yield np.asarray(
-            jax.nn.log_softmax(
-                hidden_ND[start : start + 1024] @ table_VD.T + bias_V[None]
-            )
-        )
-
-
 # By default all but the one that trains.
-QUICK = ("rank", "saturation", "gradient", "argmax", "ngram")
+QUICK = ("rank", "saturation", "training", "attention", "gradient", "argmax", "ngram")
 INSTRUMENTS: dict[str, Callable[..., Section | None]] = {
     "rank": _rank,
     "saturation": _saturation,
+    "training": _training,
+    "attention": _attention,
     "gradient": _gradient,
     "lowrank": _lowrank,
     "argmax": _argmax,

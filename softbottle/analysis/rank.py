@@ -286,17 +286,32 @@ def _draw_spectra(found):
 
 
 class _Gram:
-    """sum of rows' outer products; singular values are roots of its eigenvalues."""
+    """Outer products summed; singular values are roots of the sum's eigenvalues.
+
+    Rows wait until there are as many as columns: of fewer, the products between rows
+    make the smaller matrix.
+    """
 
     def __init__(self):
-        self._gram_VV = 0.0
+        self._waiting, self._rows, self._gram_VV = [], 0, None
 
     def add(self, block_CV):
-        self._gram_VV = self._gram_VV + block_CV.T @ block_CV
+        self._waiting.append(block_CV)
+        self._rows += len(block_CV)
+        if self._rows >= block_CV.shape[1]:
+            for block_CV in self._waiting:
+                part_VV = block_CV.T @ block_CV
+                whole = self._gram_VV is None
+                self._gram_VV = part_VV if whole else self._gram_VV + part_VV
+            self._waiting = []
 
     def sigma(self):
-        square_V = np.asarray(_arrays().linalg.eigvalsh(self._gram_VV))[::-1]
-        return np.sqrt(np.maximum(square_V, 0.0))
+        gram = self._gram_VV
+        if gram is None:
+            rows_RV = _arrays().concatenate(self._waiting)
+            gram = rows_RV @ rows_RV.T
+        square = np.asarray(_arrays().linalg.eigvalsh(gram))[::-1]
+        return np.sqrt(np.maximum(square, 0.0))
 
 
 class _Triangle:

@@ -38,7 +38,10 @@ class Head(NamedTuple):
 
 
 class Layers(NamedTuple):
-    """One number for each layer, and `peak_LD` for each of its dimensions."""
+    """One number for each layer, and `peak_LD` for each of its dimensions.
+
+    A layer narrower than the widest has NaN for the dimensions it lacks.
+    """
 
     anisotropy_L: np.ndarray
     kurtosis_L: np.ndarray
@@ -122,17 +125,30 @@ def kurtosis(values: np.ndarray) -> float:
 
 
 def layers(states: Sequence[np.ndarray]) -> Layers:
-    """Anisotropy, kurtosis and peaks of each layer's states, arrays [N, D] alike."""
-    states = [_checked(f"layer {i}", one) for i, one in enumerate(states)]
-    if len({one.shape for one in states}) != 1:
+    """Anisotropy, kurtosis and peaks of each layer's states, arrays [N, D].
+
+    Raises:
+        ValueError: if there are no layers or the layers have other numbers of states.
+    """
+    if len({len(one) for one in states}) != 1:
         raise ValueError(
-            f"the layers need states of one shape, got {[one.shape for one in states]}."
+            f"the layers need states of the same positions, got "
+            f"{[np.shape(one) for one in states]}."
         )
-    return Layers(
-        np.array([anisotropy(one) for one in states]),
-        np.array([kurtosis(one) for one in states]),
-        np.stack([abs(one - one.mean()).max(axis=0) / one.std() for one in states]),
-    )
+    # One layer at a time in float64: a deep model has dozens of them.
+    rows = [_layer(f"layer {at}", one) for at, one in enumerate(states)]
+    cosines, tails, peaks = zip(*rows, strict=True)
+    peak_LD = np.full((len(rows), max(map(len, peaks))), np.nan)
+    for at, peak_D in enumerate(peaks):
+        peak_LD[at, : len(peak_D)] = peak_D
+    return Layers(np.array(cosines), np.array(tails), peak_LD)
+
+
+def _layer(name, states_ND):
+    states_ND = _checked(name, states_ND)
+    measured = anisotropy(states_ND), kurtosis(states_ND)
+    peak_D = abs(states_ND - states_ND.mean()).max(axis=0) / states_ND.std()
+    return *measured, peak_D
 
 
 def curves(
@@ -150,7 +166,7 @@ def curves(
         for step, table_VE, states_ND, loss in checkpoints
     ]
     found = Curves(*np.array(rows, np.float64).reshape(-1, 4).T)
-    _check_curve(found.step_M, found.loss_M)
+    _check_curve(found.step_M, found.loss_M, least=1)
     return found
 
 
@@ -205,7 +221,7 @@ def section(states: dict[str, Layers], heads: dict[str, Head]) -> report.Section
     cosines, peaks, spectra = figure.subplots(1, 3)
     for name, one in states.items():
         cosines.plot(one.anisotropy_L, marker=".", label=name)
-        peaks.semilogy(one.peak_LD.max(axis=1), marker=".", label=name)
+        peaks.semilogy(np.nanmax(one.peak_LD, axis=1), marker=".", label=name)
     for name, one in heads.items():
         spectra.semilogy(one.sigma / one.sigma[0], label=f"{name}: {one.entropy:.2f}")
     peaks.axhline(OUTLIER, color="grey", linestyle=":")
@@ -214,16 +230,24 @@ def section(states: dict[str, Layers], heads: dict[str, Head]) -> report.Section
     spectra.set(xlabel="index", title="singular values of the head, entropy")
     for axes in (cosines, peaks, spectra):
         axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
+    for axes in (cosines, peaks, spectra) if states else (spectra,):
         axes.legend()
     lines = [
         f"{name}: in its last layer two states have a cosine of "
         f"{one.anisotropy_L[-1]:.2f} on average, and {one.outliers_L[-1]} of "
-        f"{one.peak_LD.shape[1]} dimensions reach {OUTLIER:.0f} deviations."
+        f"{np.isfinite(one.peak_LD[-1]).sum()} dimensions reach {OUTLIER:.0f} "
+        "deviations."
         for name, one in states.items()
     ]
+    lines += [
+        f"{name}: the singular entropy of its head is {one.entropy:.2f} of at most "
+        f"{np.log(len(one.sigma)):.2f}."
+        for name, one in heads.items()
+    ]
     reading = (
-        "A cosine near 1 means that all states point one way. A head whose singular "
-        "values fall at once (entropy far above 0) uses few of its dimensions."
+        "The first of several layers is the embedded words. A cosine near 1 means that "
+        "all states point one way. A head whose singular values fall at once (entropy "
+        "far above 0) uses few of its dimensions."
     )
     numbers = {
         name: one._asdict() | {"outliers_L": one.outliers_L}
@@ -233,37 +257,70 @@ def section(states: dict[str, Layers], heads: dict[str, Head]) -> report.Section
     return report.Section("Saturation", " ".join(lines), figures, numbers)
 
 
-def run_section(found: Curves) -> report.Section:
-    """A run over its checkpoints: where its curves turn, and in which order."""
-    figure = matplotlib.figure.Figure(figsize=(11, 3.6), layout="constrained")
-    names = ("loss", "singular entropy", "anisotropy")
-    turns = [turn(found.step_M, one, seed) for seed, one in enumerate(found[1:])]
-    for axes, name, one, at in zip(
-        figure.subplots(1, 3), names, found[1:], turns, strict=True
-    ):
-        axes.plot(found.step_M, one, marker=".")
-        axes.set(xlabel="step", title=name)
-        if at.turned:
-            axes.axvline(at.step, color="grey", linestyle=":")
-            axes.axvspan(*at.interval, color="grey", alpha=0.2)
-    lines = [
-        f"The {name} is lowest at step {at.step:,.0f} "
-        f"({at.interval[0]:,.0f} to {at.interval[1]:,.0f}) and rises after it."
-        if at.turned
-        else f"The {name} shows no turn."
-        for name, at in zip(names, turns, strict=True)
-    ]
-    lags = {
-        f"loss after {name}": lag(turns[0], at)
-        for name, at in zip(names[1:], turns[1:], strict=True)
-        if at.turned and turns[0].turned
-    }
-    numbers = found._asdict() | {"lags": lags}
-    for name, at in zip(names, turns, strict=True):
-        numbers[f"turn of the {name}"] = at._replace(draws=None)._asdict()
+def run_section(found: dict[str, Curves]) -> report.Section:
+    """Runs over their checkpoints: where their curves turn, and in which order."""
+    figure = matplotlib.figure.Figure(
+        figsize=(11, 3.6 * len(found)), layout="constrained"
+    )
+    grid, lines, numbers = figure.subplots(len(found), 3, squeeze=False), [], {}
+    for row, (name, one) in zip(grid, found.items(), strict=True):
+        turns = turning(one)
+        for axes, (what, value_M) in zip(row, _named(one).items(), strict=True):
+            axes.plot(one.step_M, value_M, marker=".")
+            axes.set_xscale("symlog", linthresh=1)  # there may be a step 0
+            axes.set(xlabel="step", title=f"{name}: {what}")
+            if what in turns and turns[what].turned:
+                axes.axvline(turns[what].step, color="grey", linestyle=":")
+                axes.axvspan(*turns[what].interval, color="grey", alpha=0.2)
+        lines.append(f"{name}: {_said(one, turns)}")
+        numbers[name] = one._asdict() | {"lags": _lags(turns)}
+        for what, at in turns.items():
+            numbers[name][f"turn of the {what}"] = at._replace(draws=None)._asdict()
     reading = "Dotted: where a curve stops falling; shaded: where 95% of refits put it."
     figures = [report.Figure("saturation-steps", figure, reading)]
     return report.Section("Saturation in training", " ".join(lines), figures, numbers)
+
+
+def turning(found: Curves) -> dict[str, Turn]:
+    """The turns of the loss, the singular entropy and the anisotropy.
+
+    Empty where there are too few checkpoints to look for any.
+    """
+    if len(found.step_M) < _LEAST:
+        return {}
+    return {
+        name: turn(found.step_M, value_M, seed)
+        for seed, (name, value_M) in enumerate(_named(found).items())
+    }
+
+
+def _named(found):
+    names = ("loss", "singular entropy", "anisotropy")
+    return dict(zip(names, found[1:], strict=True))
+
+
+def _said(found, turns):
+    if not turns:
+        return (
+            f"{len(found.step_M)} checkpoints are too few to look for a turn; "
+            f"{_LEAST} would do."
+        )
+    found = "; ".join(
+        f"the {name} is lowest at step {at.step:,.0f} "
+        f"({at.interval[0]:,.0f} to {at.interval[1]:,.0f}) and rises after it"
+        if at.turned
+        else f"the {name} shows no turn"
+        for name, at in turns.items()
+    )
+    return found + "."
+
+
+def _lags(turns):
+    turned = {name: at for name, at in turns.items() if at.turned}
+    loss = turned.pop("loss", None)
+    if loss is None:
+        return {}
+    return {f"loss after {name}": lag(loss, at) for name, at in turned.items()}
 
 
 def _smoothed(value_M):
@@ -300,11 +357,11 @@ def _checked(name, matrix):
     return matrix
 
 
-def _check_curve(step_M, value_M):
+def _check_curve(step_M, value_M, least=_LEAST):
     same = step_M.ndim == 1 and step_M.shape == value_M.shape
-    if not same or len(step_M) < _LEAST:
+    if not same or len(step_M) < least:
         raise ValueError(
-            f"a curve needs {_LEAST} points or more, with a step each, got "
+            f"a curve needs {least} points or more, with a step each, got "
             f"{step_M.shape} steps and {value_M.shape} values."
         )
     if (

@@ -77,10 +77,9 @@ def table(summaries: dict[str, dict[str, Any]]) -> str:
 def _draw(lines, entropy, learned, true, summary):
     figure = matplotlib.figure.Figure(figsize=(10, 4), layout="constrained")
     loss, spectra = figure.subplots(1, 2)
-    steps, losses = zip(
-        *((line["step"], line["loss"]) for line in lines if "loss" in line),
-        strict=True,
-    )
+    # None, where a run was shorter than the distance between two reports.
+    told = [line for line in lines if "loss" in line]
+    steps, losses = ([line[name] for line in told] for name in ("step", "loss"))
     loss.plot(steps, losses, label="training loss")
     loss.axhline(entropy, color="black", linestyle="--", label="entropy of the truth")
     loss.set(xlabel="step", ylabel="nats per word", title="Loss")

@@ -6,6 +6,7 @@ once a call for every hidden-to-hidden weight,
     raw_0 = embedded,    raw_l = LSTM_l(m_{l-1} * raw_{l-1};  W_x, M_l * W_h),
 
 and the states that the head reads are m_n * raw_n. In evaluation every mask is 1.
+Where the collection "intermediates" is mutable, it takes the raw_l below the last.
 """
 
 import math
@@ -29,7 +30,7 @@ class AwdLstm(nn.Module):
     widths: tuple[int, ...]
     rates: dropout.Rates = dropout.Rates()
     compute_dtype: str = "float32"
-    implementation: str = "wavefront"  # one of ops.lstm.IMPLEMENTATIONS
+    implementation: str = "wavefront"  # see ops.lstm.stack
     unroll: int = 4
 
     def initial_carry(self, rows: int) -> tuple[lstm.Carry, ...]:
@@ -56,12 +57,19 @@ class AwdLstm(nn.Module):
                 dropout.locked(self.make_rng("dropout"), rates.hidden, rows, size)[:, 0]
                 for size in self.widths[1:-1]
             ]
+        layers = [self._layer(index, rates) for index in range(len(self.widths) - 1)]
+        inputs_SBE, valid_SB = inputs_BSE.transpose(1, 0, 2), segments_BS.T > 0
+        if self.is_mutable_collection("intermediates"):
+            for depth in range(1, len(layers)):
+                below = (carry[:depth], layers[:depth], masks and masks[: depth - 1])
+                inner_SBH, _ = lstm.stack(inputs_SBE, *below, valid_SB)
+                self.sow("intermediates", "inner_BSH", inner_SBH.transpose(1, 0, 2))
         raw_SBD, carry = lstm.stack(
-            inputs_BSE.transpose(1, 0, 2),
+            inputs_SBE,
             carry,
-            [self._layer(index, rates) for index in range(len(self.widths) - 1)],
+            layers,
             masks,
-            segments_BS.T > 0,
+            valid_SB,
             implementation=self.implementation,
             compute_dtype=self.compute_dtype,
             unroll=self.unroll,

@@ -5,7 +5,8 @@
 with y = RMSNorm(x). A position attends to itself and to earlier positions of its own
 segment. The parameters of all the blocks are stacked along a first axis L, so that
 one compiled block may serve all layers (`scan_layers`), and a checkpoint does not
-depend on that choice.
+depend on that choice. Where the collection "intermediates" is mutable, it takes what
+enters each block and the attention logits of the last position.
 """
 
 import functools
@@ -83,13 +84,22 @@ class Transformer(nn.Module):
         block = functools.partial(_block, segments_BS=segments_BS, rate=rate)
         if self.remat:
             block = jax.checkpoint(block, prevent_cse=not self.scan_layers)
-        hidden_BSD, _ = lax.scan(
-            lambda hidden_BSD, layer: (block(hidden_BSD, *layer), None),
+        seen = self.is_mutable_collection("intermediates")
+
+        def step(hidden_BSD, layer):
+            kept = (hidden_BSD, _last_logits(hidden_BSD, layer[0])) if seen else None
+            return block(hidden_BSD, *layer), kept
+
+        hidden_BSD, kept = lax.scan(
+            step,
             hidden_BSD,
             (params, keys_L),
             length=self.layers,
             unroll=1 if self.scan_layers else self.layers,
         )
+        if seen:
+            self.sow("intermediates", "entering_LBSD", kept[0])
+            self.sow("intermediates", "logits_LBNS", kept[1])
         return hidden_BSD
 
 
@@ -144,6 +154,17 @@ def _attend(hidden_BSD, params, segments_BS):
         _rotate(query_BSNH), _rotate(key_BSNH), value_BSNH, mask=visible_BSS[:, None]
     )
     return _product("bsnh,nhd->bsd", mixed_BSNH, params["out_LNHD"])
+
+
+def _last_logits(hidden_BSD, params):
+    """Attention logits [B, N, S] of the last position, in rows of one segment."""
+    hidden_BSD = _normalise(hidden_BSD, params["attention_scale_LD"])
+    query_BSNH, key_BSNH = (
+        _rotate(_product("bsd,dnh->bsnh", hidden_BSD, params[name]))
+        for name in ("query_LDNH", "key_LDNH")
+    )
+    logits_BNS = jnp.einsum("bnh,bsnh->bns", query_BSNH[:, -1], key_BSNH)
+    return logits_BNS * query_BSNH.shape[-1] ** -0.5
 
 
 def _transform(hidden_BSD, params, segments_BS):

@@ -39,7 +39,7 @@ import numpy as np
 import tqdm
 
 from softbottle import config as config_lib
-from softbottle.data import synthetic
+from softbottle.data import synthetic, templates
 from softbottle.data import vocab as vocab_lib
 from softbottle.data.vocab import Chunk, Corpus, Vocab
 
@@ -80,6 +80,8 @@ def load(config: config_lib.Data) -> Corpus:
     """
     if config.name == "synthetic":
         return synthetic.corpus(config.synthetic)
+    if config.name == "templates":
+        return templates.corpus(config.templates)
     sources = _sources(config)
     sums = _md5_sums(sources)
     _warn_of_changed_files(config.name, sums)

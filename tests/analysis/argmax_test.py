@@ -127,6 +127,19 @@ def test_bad_heads_and_sizes_are_named():
         argmax.set_margin(SQUARE, None, np.arange(4))
 
 
+def test_some_words_among_all_their_rivals_have_the_verdict_they_have_among_all():
+    rng = np.random.default_rng(3)
+    table_VE, bias_V = rng.normal(size=(61, 3)), rng.normal(size=61)
+    whole = argmax.reach(table_VE, bias_V)
+    words = np.array([44, 2, 17, 60, 5])
+    some = argmax.reach(table_VE, bias_V, words)
+    assert some.words_V.tolist() == sorted(words)
+    assert not whole.reachable_V.all()
+    np.testing.assert_array_equal(some.reachable_V, whole.reachable_V[some.words_V])
+    with pytest.raises(ValueError, match="some of 61"):
+        argmax.reach(table_VE, bias_V, np.array([61]))
+
+
 def test_the_report_counts_the_words_that_are_lost(tmp_path):
     table_VE = with_inside_point((0.1, 0.1))
     section = argmax.section(

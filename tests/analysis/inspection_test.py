@@ -50,7 +50,8 @@ def by_title(sections):
 
 
 def test_every_instrument_has_its_section_and_its_picture(sections):
-    assert len(sections) == len(inspection.QUICK)
+    # These runs have neither a series of checkpoints nor attention.
+    assert len(sections) == len(inspection.QUICK) - 2
     assert all(section.figures and section.reading for section in sections)
 
 

@@ -92,11 +92,11 @@ def test_a_large_dimension_is_the_outlier_of_its_layer():
     assert found.anisotropy_L[0] == saturation.anisotropy(plain_ND)
 
 
-def test_layers_of_different_shapes_or_with_nan_are_refused():
-    with pytest.raises(ValueError, match=r"\(3, 2\), \(3, 4\)"):
-        saturation.layers([np.ones((3, 2)), np.ones((3, 4))])
+def test_layers_of_different_positions_or_with_nan_are_refused():
+    with pytest.raises(ValueError, match=r"\(3, 2\), \(4, 2\)"):
+        saturation.layers([np.ones((3, 2)), np.ones((4, 2))])
     with pytest.raises(ValueError, match="layer 1 .* 1 entries not finite"):
-        saturation.layers([np.eye(2), np.array([[np.nan, 1.0]])])
+        saturation.layers([np.eye(2), np.array([[np.nan, 1.0], [1.0, 0.0]])])
     with pytest.raises(ValueError, match=r"the table .* \(3,\)"):
         saturation.head(np.ones(3))
 
@@ -183,13 +183,25 @@ def test_curves_measure_each_checkpoint_and_their_section_tells_the_order(tmp_pa
     assert (found.step_M[7], found.loss_M[7]) == (step, loss)
     assert found.entropy_M[7] == saturation.head(table_VE).entropy
     assert found.anisotropy_M[7] == saturation.anisotropy(states_ND)
-    section = saturation.run_section(found)
-    assert "The singular entropy is lowest at step 6" in section.reading
-    assert set(section.numbers["lags"]) == {
-        *("loss after singular entropy", "loss after anisotropy")
-    }
-    assert all(100 < steps < 300 for steps, _ in section.numbers["lags"].values())
-    report.write(tmp_path, "A run", [section])
+    short = saturation.Curves(*(one[:4] for one in found))
+    section = saturation.run_section({"long": found, "short": short})
+    assert "long: the loss" in section.reading
+    assert "the singular entropy is lowest at step 6" in section.reading
+    assert "short: 4 checkpoints are too few" in section.reading
+    lags = section.numbers["long"]["lags"]
+    assert set(lags) == {"loss after singular entropy", "loss after anisotropy"}
+    assert all(100 < steps < 300 for steps, _ in lags.values())
+    assert section.numbers["short"]["lags"] == {}
+    report.write(tmp_path, "Runs", [section])
+
+
+def test_layers_of_different_widths_have_no_peaks_where_they_have_no_dimensions():
+    wide, narrow = random_states(53, 7), random_states(53, 3)
+    found = saturation.layers([wide, narrow])
+    alone = saturation.layers([narrow])
+    np.testing.assert_array_equal(found.peak_LD[1, :3], alone.peak_LD[0])
+    assert np.isnan(found.peak_LD[1, 3:]).all() and np.isfinite(found.peak_LD[0]).all()
+    assert found.anisotropy_L[1] == alone.anisotropy_L[0]
 
 
 def test_the_section_of_models_names_each(tmp_path):

@@ -114,3 +114,24 @@ def test_a_position_sees_the_states_just_before_it(positions, size):
         for key in range(size + positions):
             age = query - (key - size)  # how many positions ago the state was
             assert found_QM[query, key] == (1 <= age <= size)
+
+
+def test_the_best_word_is_that_of_the_largest_sum(float64):
+    query_QD, key_MD, word_M, _, visible_QM = make_inputs()
+    score_QM = cache.similarities(query_QD, key_MD, visible_QM, SCALE)
+    found_Q = jax.jit(cache.best_word)(score_QM, word_M)
+    log_p_QV = np.asarray(cache.log_probs(score_QM, word_M, 5))
+    for query, log_p_V in enumerate(log_p_QV):
+        if query == EMPTY:
+            assert found_Q[query] == -1 and np.all(np.isneginf(log_p_V))
+        else:
+            assert found_Q[query] == log_p_V.argmax()
+            assert np.exp(log_p_V).sum() == pytest.approx(1)
+
+
+def test_the_past_is_strictly_before_and_of_the_same_segment():
+    segments_BS = np.array([[1, 1, 2, 2, 2, 0, 0], [4, 3, 3, 4, 4, 0, 1]])
+    found_BSS = np.asarray(cache.past(segments_BS))
+    for row, now, then in np.ndindex(found_BSS.shape):
+        same = segments_BS[row, now] == segments_BS[row, then] != 0
+        assert found_BSS[row, now, then] == (then < now and same)

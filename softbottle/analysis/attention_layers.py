@@ -1,0 +1,160 @@
+"""What each head of each layer selects, in a model that reads a text.
+
+The measures of `attention` on captured logits. A stretch of L tokens gives one row of
+weights alpha a head: those of its last position, which sees all L. The tokens' vectors
+are the states that enter the layer, scaled to length 1, the sphere of the theorem on
+separability; stretches of text give further rows. Beside them stands
+
+    spread = exp(-sum_i alpha_i log alpha_i) / L,
+
+the share of the tokens that a head would read if it read some of them equally.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import matplotlib.figure
+import matplotlib.ticker
+import numpy as np
+from scipy import special, stats
+
+from softbottle.analysis import attention, normalisers, report
+
+COUNTS = (1, 2, 5, 10, 20, 50, 100)  # numbers of tokens that may be selected
+SELECTED = 5  # tokens that `inside` and `tightness` are about
+PUBLISHED = 0.06  # share of the tokens that Mudarisov et al. find critical in GPT-2
+
+
+class Heads(NamedTuple):
+    """One number for each layer and head, averaged over stretches of text.
+
+    Attributes:
+        length: L, tokens of a stretch.
+        stretches: how many of them.
+        inside_LH: share of the `SELECTED` largest no farther from their sum than the
+            nearest token outside.
+        tightness_LH: distance of the selected sum over its bound.
+        largest_LH: the largest weight.
+        spread_LH: from the head of this file.
+        critical_L: the first of `COUNTS` whose distances are not told from those of
+            random sets over all rows of a layer; 0 where each is.
+    """
+
+    length: int
+    stretches: int
+    inside_LH: np.ndarray
+    tightness_LH: np.ndarray
+    largest_LH: np.ndarray
+    spread_LH: np.ndarray
+    critical_L: np.ndarray
+
+
+def measure(
+    logits_LWHS: np.ndarray, states: Sequence[np.ndarray], seed: int = 0
+) -> Heads:
+    """Measure the heads of every layer.
+
+    Args:
+        logits_LWHS: by layer, stretch and head, over the stretch's S tokens.
+        states: for each layer what enters it, [W S, D], stretch after stretch.
+        seed: of the random sets.
+
+    Raises:
+        ValueError: if a stretch has `SELECTED` tokens or fewer, the shapes disagree or
+            an entry is not finite.
+    """
+    logits_LWHS = normalisers.finite("logits", logits_LWHS)
+    layers, stretches, _, length = logits_LWHS.shape
+    rows = {len(one) for one in states}
+    if len(states) != layers or rows != {stretches * length} or length <= SELECTED:
+        raise ValueError(
+            f"logits {logits_LWHS.shape} [layers, stretches, heads, tokens > "
+            f"{SELECTED}] need as many layers of states, with a row a token; got "
+            f"{[one.shape for one in states]}."
+        )
+    weights_LWHS = normalisers.softmax(logits_LWHS)
+    found, critical = [], []
+    for weights_WHS, states_ND in zip(weights_LWHS, states, strict=True):
+        values_WSD = _unit(states_ND).reshape(stretches, length, -1)
+        pairs = list(zip(weights_WHS, values_WSD, strict=True))
+        picked = [attention.selection(*pair, SELECTED) for pair in pairs]
+        found.append(
+            (
+                np.mean([one.inside_R for one in picked], axis=0),
+                np.mean([one.distance_R / one.bound_R for one in picked], axis=0),
+            )
+        )
+        critical.append(_critical(pairs, length, seed))
+    inside_LH, tightness_LH = map(np.stack, zip(*found, strict=True))
+    spread_LWH = np.exp(special.entr(weights_LWHS).sum(axis=-1)) / length
+    return Heads(
+        length,
+        stretches,
+        inside_LH,
+        tightness_LH,
+        weights_LWHS.max(axis=-1).mean(axis=1),
+        spread_LWH.mean(axis=1),
+        np.array(critical),
+    )
+
+
+def section(found: dict[str, Heads]) -> report.Section:
+    """Models side by side: a map of layers and heads each, and critical numbers."""
+    figure = matplotlib.figure.Figure(
+        figsize=(11, 3.8 * len(found)), layout="constrained"
+    )
+    for row, (name, one) in zip(
+        figure.subplots(len(found), 3, squeeze=False), found.items(), strict=True
+    ):
+        for axes, title, values_LH in (
+            (row[0], "spread", one.spread_LH),
+            (row[1], f"share of {SELECTED} within reach", one.inside_LH),
+            (row[2], "largest weight", one.largest_LH),
+        ):
+            image = axes.imshow(values_LH.T, aspect="auto", vmin=0, vmax=1)
+            axes.set(xlabel="layer", title=title)
+            for axis in (axes.xaxis, axes.yaxis):
+                axis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
+        row[0].set_ylabel(f"{name}\nhead")
+        figure.colorbar(image, ax=row)
+    lines = [
+        f"{name}: over {one.length} tokens a head reads like one that spreads evenly "
+        f"over {np.median(one.spread_LH):.1%} of them (median), its largest weight is "
+        f"{np.median(one.largest_LH):.2f}, and of its {SELECTED} largest tokens "
+        f"{np.median(one.inside_LH):.0%} stay nearer to their sum than any other; "
+        f"picking the largest looks like picking blindly {_firsts(one)}."
+        for name, one in found.items()
+    ]
+    reading = (
+        "Left: the share of the tokens that a head reads. Middle: how well those with "
+        "the largest weights are told from the others. Right: the largest weight. The "
+        f"number from which a choice looks blind is published for GPT-2 as {PUBLISHED} "
+        "of the tokens."
+    )
+    figures = [report.Figure("attention-heads", figure, reading)]
+    numbers = {name: one._asdict() for name, one in found.items()}
+    return report.Section("Attention by layer", " ".join(lines), figures, numbers)
+
+
+def _critical(pairs, length, seed):
+    rng = np.random.default_rng(seed)
+    for count in (count for count in COUNTS if count < length):
+        rows = [attention.beside_blind(*pair, count, rng) for pair in pairs]
+        chosen, blind = (np.concatenate(part) for part in zip(*rows, strict=True))
+        if stats.ks_2samp(chosen, blind).pvalue > attention.LEVEL:
+            return count
+    return 0
+
+
+def _firsts(one):
+    some = one.critical_L[one.critical_L > 0]
+    if not len(some):
+        most = max(count for count in COUNTS if count < one.length)
+        return f"in no layer, up to {most} tokens"
+    return f"from {int(np.median(some)):,} tokens on in {len(some)} layers (median)"
+
+
+def _unit(states_ND):
+    states_ND = np.asarray(states_ND, np.float64)
+    norm_N1 = np.linalg.norm(states_ND, axis=1, keepdims=True)
+    return states_ND / np.maximum(norm_N1, 1e-200)

@@ -1,0 +1,160 @@
+"""Batches whose rows are whole lines, each a text of its own.
+
+A line w_1 ... w_n is read after the end of a line and never together with another:
+
+    lines     reads EOS w_1 ... w_n        predicts w_1 ... w_n EOS
+    answers   reads EOS w_1 ... w_{n-1}    predicts w_1 ... w_n, of which w_n counts
+
+Rows are padded to a common length. With `answers` the words before the last have no
+weight, and a cache remembers them all the same.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from softbottle import config as config_lib
+from softbottle.data.batches import Batch, Stream
+from softbottle.data.vocab import Vocab
+
+
+class Lines:
+    """Batches of lines without end, every epoch in an order of its own.
+
+    It has the methods and attributes of `batches.Stream`; no carry fits any batch. The
+    lines that are left when no more batch can be filled wait for another order.
+
+    Args:
+        ids: a run of ids in which `eos` ends a line.
+        eos: that id.
+        rows: lines of a batch.
+        length: positions of a row.
+        answers: whether only the last word of a line counts.
+        seed: the order is a function of (seed, epoch).
+
+    Raises:
+        ValueError: if there are fewer lines than rows, or one is longer than a row.
+    """
+
+    starts_epoch = True
+
+    def __init__(
+        self,
+        ids: np.ndarray,
+        eos: int,
+        rows: int,
+        length: int,
+        *,
+        answers: bool,
+        seed: int = 0,
+    ):
+        self._lines, self._eos = split(ids, eos, length, answers), eos
+        if len(self._lines) < rows:
+            raise ValueError(f"{len(self._lines)} lines are too few for {rows} rows.")
+        self._shape, self._answers, self._seed = (rows, length), answers, seed
+        self._epoch = self._batches = 0
+        self._order = (-1, None)
+
+    @property
+    def epoch(self) -> int:
+        """How many epochs are complete: it rises with the last batch of each."""
+        return self._epoch
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Batches of an epoch."""
+        return len(self._lines) // self._shape[0]
+
+    @property
+    def position(self) -> dict[str, int]:
+        """Where the next batch begins, for `seek`."""
+        return {"epoch": self._epoch, "batches": self._batches}
+
+    def seek(self, position: dict[str, Any]) -> None:
+        """Go to a position that `position` gave."""
+        if not 0 <= position["batches"] < self.steps_per_epoch:
+            raise ValueError(
+                f"position {position} is not in an epoch of {self.steps_per_epoch}."
+            )
+        self._epoch, self._batches = position["epoch"], position["batches"]
+
+    def next(self) -> Batch:
+        """The next batch."""
+        if self._order[0] != self._epoch:
+            random = np.random.default_rng((self._seed, self._epoch))
+            self._order = self._epoch, random.permutation(len(self._lines))
+        first = self._batches * self._shape[0]
+        chosen = self._order[1][first : first + self._shape[0]]
+        chosen = [self._lines[index] for index in chosen]
+        self._batches += 1
+        if self._batches == self.steps_per_epoch:
+            self._epoch, self._batches = self._epoch + 1, 0
+        return _batch(chosen, self._eos, *self._shape, self._answers)
+
+
+def stream(config: config_lib.Data, vocab: Vocab, ids: np.ndarray, seed: int):
+    """The training batches of a config: a `batches.Stream` or `Lines`."""
+    if config.unit != "stream":
+        answers = config.unit == "answers"
+        shape = (config.rows, config.length)
+        return Lines(ids, vocab.eos, *shape, answers=answers, seed=seed)
+    return Stream(
+        ids,
+        config.rows,
+        config.length,
+        variable=config.variable,
+        max_delta=config.max_delta,
+        seed=seed,
+    )
+
+
+def cut(
+    config: config_lib.Data, vocab: Vocab
+) -> Callable[[np.ndarray, int, int], Iterator[Batch]] | None:
+    """How a text is cut for evaluation: (ids, rows, length) -> batches.
+
+    None for a stream, whose carry runs from batch to batch.
+    """
+    if config.unit == "stream":
+        return None
+    answers = config.unit == "answers"
+
+    def evaluation(ids, rows, length):
+        lines = split(ids, vocab.eos, length, answers)
+        for first in range(0, len(lines), rows):
+            chosen = lines[first : first + rows]
+            yield _batch(chosen, vocab.eos, rows, length, answers)
+
+    return evaluation
+
+
+def split(ids: np.ndarray, eos: int, length: int, answers: bool) -> list[np.ndarray]:
+    """The lines of a text, without their ends; empty ones are left out.
+
+    Raises:
+        ValueError: if there are none, or one does not fit `length` positions.
+    """
+    ends = np.flatnonzero(np.asarray(ids) == eos)
+    lines = [line[line != eos] for line in np.split(np.asarray(ids), ends)]
+    lines = [line for line in lines if len(line)]
+    if not lines:
+        raise ValueError("there are no lines in the text.")
+    longest = max(map(len, lines)) + (not answers)
+    if longest > length:
+        raise ValueError(f"a line needs {longest} positions; a row has {length}.")
+    return lines
+
+
+def _batch(lines, eos, rows, length, answers):
+    ids_BS = np.zeros((rows, length), np.int32)
+    labels_BS = np.zeros_like(ids_BS)
+    segments_BS = np.zeros_like(ids_BS)
+    weights_BS = np.zeros((rows, length), np.float32)
+    for row, line in enumerate(lines):
+        read, follow = np.append(eos, line), np.append(line, eos)
+        size = len(line) + (not answers)
+        ids_BS[row, :size], labels_BS[row, :size] = read[:size], follow[:size]
+        segments_BS[row, :size] = 1
+        weights_BS[row, size - 1 if answers else 0 : size] = 1
+    return Batch(ids_BS, labels_BS, weights_BS, segments_BS)

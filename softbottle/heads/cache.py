@@ -1,0 +1,234 @@
+"""A cache of states and words joined to any head under the head's own normalisers.
+
+    P(v) = sum_k prior_k (exp g(z_kv) + C_v) / (exp(lse_k) + C),
+    C_v  = sum_{m : word_m = v} exp(h . h_m / sqrt(d)),       C = sum_v C_v;
+
+ops/cache.py derives it. The cache has no parameters. It is the history of the same text
+(`history`: the states before, each with the word that followed it) or any other memory
+of states and words (`given`: an encoder's). Neither the loss nor its gradient holds an
+array over tokens and vocabulary, or scatters over the vocabulary.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from softbottle import ops
+from softbottle.heads import base
+from softbottle.ops import cache, ranking
+
+
+class Memory(NamedTuple):
+    """States, the words that they stand for, and which of them a position sees."""
+
+    states_BMD: jax.Array
+    words_BM: jax.Array
+    visible_BSM: jax.Array
+
+
+class Cached(NamedTuple):
+    """A head with a cache, as pure functions.
+
+    Every call takes `(params, table_VE, bias_V, hidden_BSD, ..., memory)`, a keyword
+    `latent_mask` as the head's own calls do, and the options of ops/options.py.
+
+    Attributes:
+        loss: (..., labels_BS, weights_BS, memory) -> the weighted sum of nll. What has
+            no weight may hold anything.
+        nll: (..., labels_BS, memory) -> nll_BS; takes any cotangent.
+        log_probs: (..., memory) -> log P(v) of every word, [B, S, V].
+        sample: (..., memory, key) -> one word a position, drawn exactly, [B, S].
+    """
+
+    loss: Callable[..., jax.Array]
+    nll: Callable[..., jax.Array]
+    log_probs: Callable[..., jax.Array]
+    sample: Callable[..., jax.Array]
+
+
+def history(
+    hidden_BSD: jax.Array, words_BS: jax.Array, segments_BS: jax.Array
+) -> Memory:
+    """The strict past of each position in its own segment; segment 0 is padding.
+
+    Args:
+        hidden_BSD: the states; padding may hold anything.
+        words_BS: the word that follows each, a row's labels.
+        segments_BS: which text of the row a position belongs to.
+    """
+    real_BS1 = (segments_BS > 0)[:, :, None]
+    return Memory(
+        jnp.where(real_BS1, hidden_BSD, 0.0), words_BS, cache.past(segments_BS)
+    )
+
+
+def given(
+    states_BMD: jax.Array, words_BM: jax.Array, seen_BM: jax.Array, positions: int
+) -> Memory:
+    """A memory that all positions of a row see alike, where `seen_BM` says so."""
+    rows, entries = words_BM.shape
+    visible_BSM = jnp.broadcast_to(seen_BM[:, None], (rows, positions, entries))
+    states_BMD = jnp.where(seen_BM[:, :, None], states_BMD, 0.0)
+    return Memory(states_BMD, words_BM, visible_BSM)
+
+
+def cached(head: base.Head) -> Cached:
+    """The head joined with a cache; an empty one changes nothing."""
+
+    def loss(
+        params, table_VE, bias_V, hidden_BSD, labels_BS, weights_BS, memory, **options
+    ):
+        real_BS = weights_BS != 0
+        nll_BS = nll(
+            params,
+            table_VE,
+            bias_V,
+            jnp.where(real_BS[:, :, None], hidden_BSD, 0.0),
+            jnp.where(real_BS, labels_BS, 0),
+            memory,
+            **options,
+        )
+        return jnp.sum(jnp.where(real_BS, weights_BS * nll_BS, 0.0))
+
+    def nll(
+        params,
+        table_VE,
+        bias_V,
+        hidden_BSD,
+        labels_BS,
+        memory,
+        *,
+        latent_mask=None,
+        **options,
+    ):
+        log_prior_TK, context_TKE = head.mix(params, _flat(hidden_BSD), latent_mask)
+        score_TK, lse_TK = ops.scores(
+            context_TKE,
+            table_VE,
+            bias_V,
+            _flat(labels_BS),
+            head.activation(params),
+            **options,
+        )
+        target_BS, cache_BS = cache.masses(
+            hidden_BSD,
+            memory.states_BMD,
+            memory.words_BM,
+            labels_BS,
+            memory.visible_BSM,
+            _scale(hidden_BSD),
+        )
+        log_p_T = cache.join(
+            log_prior_TK, score_TK, lse_TK, _flat(target_BS), _flat(cache_BS)
+        )
+        return -log_p_T.reshape(labels_BS.shape)
+
+    def opened(params, table_VE, bias_V, hidden_BSD, memory, latent_mask, options):
+        """The mixture with the joint's own weights, the gate, and the scores."""
+        log_prior_TK, context_TKE = head.mix(params, _flat(hidden_BSD), latent_mask)
+        g = head.activation(params)
+        anything_T = jnp.zeros(len(context_TKE), jnp.int32)
+        _, lse_TK = ops.scores(context_TKE, table_VE, bias_V, anything_T, g, **options)
+        score_BSM = similarities(hidden_BSD, memory)
+        cache_BS = jax.nn.logsumexp(score_BSM, axis=-1)
+        log_prior_TK, gate_T = cache.gates(log_prior_TK, lse_TK, _flat(cache_BS))
+        return (log_prior_TK, context_TKE, table_VE, bias_V), g, gate_T, score_BSM
+
+    def log_probs(
+        params, table_VE, bias_V, hidden_BSD, memory, *, latent_mask=None, **options
+    ):
+        mixture, g, gate_T, _ = opened(
+            params, table_VE, bias_V, hidden_BSD, memory, latent_mask, options
+        )
+        log_p_TV = ops.log_probs(*mixture, g, **options)
+        alone_BSV = cache_log_probs(hidden_BSD, memory, len(table_VE))
+        gated_TV = gate_T[:, None] + _flat(alone_BSV)
+        return jnp.logaddexp(log_p_TV, gated_TV).reshape(alone_BSV.shape)
+
+    def sample(
+        params,
+        table_VE,
+        bias_V,
+        hidden_BSD,
+        memory,
+        key,
+        *,
+        latent_mask=None,
+        **options,
+    ):
+        mixture, g, gate_T, score_BSM = opened(
+            params, table_VE, bias_V, hidden_BSD, memory, latent_mask, options
+        )
+        gate_key, entry_key, word_key = jax.random.split(key, 3)
+        opens_T = jax.random.bernoulli(gate_key, jnp.exp(gate_T))
+        entry_BS = jax.random.categorical(entry_key, score_BSM)
+        cached_BS = jnp.take_along_axis(memory.words_BM, entry_BS, axis=1)
+        word_T = ops.sample(*mixture, word_key, g, **options)
+        chosen_T = jnp.where(opens_T, _flat(cached_BS).astype(word_T.dtype), word_T)
+        return chosen_T.reshape(entry_BS.shape)
+
+    return Cached(loss, nll, log_probs, sample)
+
+
+def similarities(hidden_BSD: jax.Array, memory: Memory) -> jax.Array:
+    """h . h_m / sqrt(d), -inf for what a position does not see: [B, S, M]."""
+    return cache.similarities(
+        hidden_BSD, memory.states_BMD, memory.visible_BSM, _scale(hidden_BSD)
+    )
+
+
+def cache_log_probs(hidden_BSD: jax.Array, memory: Memory, rows: int) -> jax.Array:
+    """log(C_v / C): the cache by itself, [B, S, V]; -inf where it is empty."""
+    spread = functools.partial(cache.log_probs, vocab=rows)
+    return jax.vmap(spread)(similarities(hidden_BSD, memory), memory.words_BM)
+
+
+def ranking_loss(
+    table_VE: jax.Array,
+    hidden_BSD: jax.Array,
+    labels_BS: jax.Array,
+    weights_BS: jax.Array,
+    memory: Memory,
+    margin: float,
+) -> jax.Array:
+    """HistAlign's ranking loss (ops/ranking.py): a mean over positions with a pair.
+
+    Entries are ordered by the cosine of their word's row of the table with the label's.
+    Positions without weight, and those whose memory does not hold the label, or holds
+    nothing else, are left out of the mean; it is 0 if none is left.
+    """
+    real_BS = weights_BS != 0
+    hidden_BSD = jnp.where(real_BS[:, :, None], hidden_BSD, 0.0)
+    labels_BS = jnp.where(real_BS, labels_BS, 0)
+    direction_BSE = _directions(table_VE, labels_BS)
+    cosine_BSM = jnp.einsum(
+        "bse,bme->bsm", direction_BSE, _directions(table_VE, memory.words_BM)
+    )
+    mean_BS, paired_BS = ranking.hinge(
+        similarities(hidden_BSD, memory),
+        cosine_BSM,
+        labels_BS[:, :, None] == memory.words_BM[:, None, :],
+        memory.visible_BSM,
+        margin,
+    )
+    paired_BS &= real_BS
+    total = jnp.sum(jnp.where(paired_BS, mean_BS, 0.0))
+    return total / jnp.maximum(jnp.sum(paired_BS), 1).astype(total.dtype)
+
+
+def _directions(table_VE, words_BS):
+    # Padding may hold a word that is none.
+    rows_BSE = jax.lax.stop_gradient(table_VE).at[words_BS].get(mode="clip")
+    square_BS1 = jnp.sum(jnp.square(rows_BSE), axis=-1, keepdims=True)
+    return rows_BSE * jax.lax.rsqrt(square_BS1 + 1e-12)
+
+
+def _scale(hidden_BSD):
+    return hidden_BSD.shape[-1] ** -0.5
+
+
+def _flat(array_BS):
+    return array_BS.reshape(-1, *array_BS.shape[2:])

@@ -1,0 +1,86 @@
+"""Instruments on captured arrays, against dense log-probabilities."""
+
+import numpy as np
+import pytest
+from scipy import special
+
+from softbottle.analysis import captured, lowrank
+
+
+def make_capture(positions=41, vocab=97, dim=5, bias=True, **changes):
+    rng = np.random.default_rng(0)
+    values = {
+        "name": "made",
+        "table_VD": rng.normal(size=(vocab, dim)).astype(np.float32),
+        "bias_V": rng.normal(size=vocab).astype(np.float32) if bias else None,
+        "states": [rng.normal(size=(positions, dim)).astype(np.float32)],
+        "labels_N": rng.integers(0, vocab, positions),
+        "ids": rng.integers(0, vocab, 300),
+    }
+    return captured.Capture(**values | changes)
+
+
+def log_probs(capture):
+    logits_NV = capture.states[-1].astype(float) @ capture.table_VD.T.astype(float)
+    return special.log_softmax(logits_NV + captured._bias(capture), axis=1)
+
+
+@pytest.mark.parametrize("positions, vocab", [(41, 97), (300, 31)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_spectrum_is_that_of_the_dense_matrix(positions, vocab, bias):
+    capture = make_capture(positions, vocab, bias=bias)
+    (section,) = captured.sections(capture, ["rank"])
+    found = section.numbers["made"]
+    assert found["ranks"]["shape"] == (positions, vocab)
+    assert found["ranks"]["ranks"]["float32"] == found["bound"] == (7 if bias else 6)
+    sigma = np.linalg.svd(log_probs(capture), compute_uv=False)
+    np.testing.assert_allclose(found["ranks"]["sigma"][:6], sigma[:6], rtol=1e-4)
+
+
+def test_the_loss_and_the_divergence_are_those_of_the_dense_matrix():
+    capture = make_capture()
+    (section,) = captured.sections(capture, ["rank"])
+    log_p_NV = log_probs(capture)
+    nll = -np.mean(log_p_NV[np.arange(41), capture.labels_N])
+    assert section.numbers["made"]["loss"] == pytest.approx(nll, rel=1e-5)
+    kl_NN = special.rel_entr(np.exp(log_p_NV)[:, None], np.exp(log_p_NV)[None]).sum(-1)
+    assert section.numbers["made"]["kl"] == pytest.approx(kl_NN.mean(), rel=1e-4)
+
+
+def test_an_instrument_without_its_arrays_has_no_section():
+    bare = make_capture(states=(), labels_N=None, ids=None)
+    titles = [one.title for one in captured.sections(bare, captured.INSTRUMENTS)]
+    assert titles == ["Saturation", "What can be on top"]
+
+
+def test_heads_of_limited_rank_are_over_the_words_that_occur(monkeypatch):
+    asked = []
+
+    def train(*arguments):
+        asked.extend(arguments)
+        return lowrank.LowRank(np.ones(1), np.ones(1), np.ones(1), 1)
+
+    monkeypatch.setattr(lowrank, "train", train)
+    words_N = np.random.default_rng(1).choice([5, 8, 60], 41)
+    capture = make_capture(labels_N=words_N)
+    captured.sections(capture, ["lowrank"])
+    hidden_ND, labels_N, vocab, ranks, table_UD = asked
+    assert vocab == 3 and ranks == [1, 2, 4, 5]
+    np.testing.assert_array_equal(np.array([5, 8, 60])[labels_N], words_N)
+    np.testing.assert_array_equal(table_UD, capture.table_VD[[5, 8, 60]])
+    np.testing.assert_array_equal(hidden_ND, capture.states[-1])
+
+
+def test_a_large_vocabulary_is_sampled(monkeypatch):
+    monkeypatch.setattr(captured, "_WORDS", 10)
+    (section,) = captured.sections(make_capture(), ["argmax"])
+    assert section.numbers["words"]["made"]["tried"] == 10
+
+
+def test_bad_arrays_and_unknown_instruments_are_errors():
+    with pytest.raises(ValueError, match="telescope"):
+        captured.sections(make_capture(), ["telescope"])
+    with pytest.raises(ValueError, match=r"\(41, 4\)"):
+        captured.sections(make_capture(states=[np.ones((41, 4))]), ["rank"])
+    with pytest.raises(ValueError, match="not finite"):
+        captured.sections(make_capture(table_VD=np.full((97, 5), np.nan)), ["rank"])

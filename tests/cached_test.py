@@ -1,0 +1,168 @@
+"""Models trained, evaluated and read from with a cache of their own history."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from softbottle import config as configs
+from softbottle import evaluate, generate, state
+from softbottle import model as models
+from softbottle.data.batches import Batch
+from softbottle.data.vocab import Vocab
+from softbottle.heads import cache
+from tests import evaluate_test, pointer_test
+
+VOCAB, WIDTH = 11, 6
+WORDS = Vocab(("<eos>", *(f"w{index}" for index in range(1, VOCAB))))
+CLOSE = {"rel": 1e-5}
+ALPHA = 0.7
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_compilation():
+    generator = jax.config.jax_default_prng_impl
+    jax.config.update("jax_default_prng_impl", "unsafe_rbg")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_default_prng_impl", generator)
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def make(objective, backbone):
+    config = configs.Config()
+    config.head.name = "softmax"
+    model = config.model
+    model.backbone, model.attention_heads, model.table_range = backbone, 1, 1.0
+    model.embed_dim = model.hidden_dim = model.last_dim = WIDTH
+    config.cache.objective, config.cache.alpha = objective, ALPHA
+    config.cache.margin = 0.1
+    functions = models.make(configs.validate(config), VOCAB)
+    params = jax.jit(functions.init)(jax.random.key(2))
+    # Of the history, and not of the last word alone.
+    return config, functions, jax.tree.map(lambda leaf: 2 * leaf, params)
+
+
+def make_batch():
+    ids_BS = np.random.default_rng(0).integers(0, 4, (3, 10)).astype(np.int32)
+    segments_BS = np.ones((3, 9), np.int32)
+    segments_BS[0, 5:], segments_BS[2, 7:] = 2, 0
+    weights_BS = (segments_BS > 0).astype(np.float32)
+    weights_BS[1, :4] = 0
+    return Batch(ids_BS[:, :-1], ids_BS[:, 1:], weights_BS, segments_BS)
+
+
+@pytest.mark.parametrize(
+    "objective, backbone", [("trime", "transformer"), ("histalign", "awd_lstm")]
+)
+def test_an_objective_is_the_likelihood_with_the_cache_and_the_ranking(
+    objective, backbone
+):
+    batch = make_batch()
+    _, model, params = make(objective, backbone)
+    carry = model.initial_carry(3)
+
+    @jax.jit
+    def both(params):
+        loss, _ = model.loss(params, batch, carry, jax.random.key(0))
+        hidden_BSD, _ = model.hidden(params, batch, carry)
+        memory = cache.history(hidden_BSD, batch.labels_BS, batch.segments_BS)
+        table_VE, tokens = model.output(params)[1], (batch.labels_BS, batch.weights_BS)
+        misranked = cache.ranking_loss(table_VE, hidden_BSD, *tokens, memory, 0.1)
+        return loss, model.cached_nll(params, batch, carry)[0].sum(), misranked
+
+    loss, joined, misranked = both(params)
+    assert float(loss.total) == pytest.approx(float(joined), **CLOSE)
+    weight = ALPHA if objective == "histalign" else 0.0
+    assert float(loss.penalty) == pytest.approx(weight * float(misranked), **CLOSE)
+    assert loss.count == batch.weights_BS.sum() and misranked > 0
+
+
+def joint_brute(params, ids, window):
+    """(sum of -log P, words that the cache puts first) under the joint, by loops."""
+    state_VD = pointer_test.state_oracle(params)
+    params = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
+    head, total, hits = params["head"], 0.0, 0
+    for now in range(len(ids) - 1):
+        state_D, mass_V = state_VD[ids[now]], np.zeros(VOCAB)
+        for then in range(max(0, now - window), now):
+            score = state_D @ state_VD[ids[then]] / np.sqrt(len(state_D))
+            mass_V[ids[then + 1]] += np.exp(score)
+        prior_K = np.exp(state_D @ head["prior_DK"])
+        p = 0.0
+        for component, weight in enumerate(prior_K / prior_K.sum()):
+            latent_E = state_D @ head["latent_DKE"][:, component]
+            context_E = np.tanh(latent_E + head["latent_bias_KE"][component])
+            odds_V = np.exp(params["output_VE"] @ context_E + params["bias_V"]) + mass_V
+            p += weight * odds_V[ids[now + 1]] / odds_V.sum()
+        total -= np.log(p)
+        hits += mass_V.any() and mass_V.argmax() == ids[now + 1]
+    return total, hits
+
+
+def test_the_joint_cache_of_a_text_is_that_of_loops():
+    model, params = evaluate_test.make()
+    ids = evaluate_test.make_ids(38)
+    window = evaluate.Joint(9)  # longer than a batch, shorter than the text
+    found = evaluate.evaluate_with_cache(model, params, ids, 7, window)
+    total, hits = joint_brute(params, ids, 9)
+    assert (found.count, found.hits) == (37, hits)
+    assert found.total == pytest.approx(total, **CLOSE)
+    assert hits > 0
+    # In one row and one batch the history of the batch is that window.
+    evaluator = evaluate.make_evaluator(model, cached=True)
+    whole = evaluate.evaluate_with_cache(model, params, ids, 7, evaluate.Joint(50))
+    assert evaluator(params, ids, 1, 37).total == pytest.approx(whole.total, **CLOSE)
+
+
+def test_batches_that_begin_anew_have_no_state_from_before():
+    def cut(ids, rows, length):
+        del ids, rows, length
+        yield from [make_batch()] * 3
+
+    def nll(params, batch, carry):
+        del params
+        return batch.weights_BS * carry, carry + 1.0
+
+    model, _ = evaluate_test.make()
+    model = model._replace(nll=nll, initial_carry=lambda rows: jnp.zeros(()))
+    found = evaluate.make_evaluator(model, cut=cut)({}, np.zeros(9), 3, 9)
+    assert found.total == 0 and found.count == 3 * make_batch().weights_BS.sum()
+
+
+def test_words_are_drawn_from_all_the_text_and_its_cache():
+    config, model, params = make("trime", "awd_lstm")
+    run = state.Run(config, WORDS, model, params, 0)
+    prompt, options = [3, 1, 4, 3], {"temperature": 2.0, "seed": 5}
+    words = list(generate.generate(run, prompt, 12, cache=True, **options))
+    text = np.array([[*prompt, *words]], np.int32)
+    ones = np.ones_like(text[:, :-1])
+    batch = Batch(text[:, :-1], text[:, 1:], ones.astype(np.float32), ones)
+
+    @jax.jit
+    def drawn(params):
+        """The words of the same keys, with all of the text at hand at once."""
+        hidden_BSD, _ = model.hidden(params, batch, model.initial_carry(1))
+        memory = cache.history(hidden_BSD, batch.labels_BS, batch.segments_BS)
+        arguments = (*model.output(params), hidden_BSD, memory)
+        log_p_BSV = model.cached.log_probs(*arguments, **model.options)
+        log_p_TV = jax.nn.log_softmax(log_p_BSV[0, len(prompt) - 1 :] / 2.0)
+        keys = jax.random.split(jax.random.key(5), 12)
+        return jnp.stack(
+            [
+                jax.random.categorical(key, log_p_V)
+                for key, log_p_V in zip(keys, log_p_TV, strict=True)
+            ]
+        )
+
+    assert words == np.asarray(drawn(params)).tolist()
+    assert len(set(words)) > 2
+
+
+def test_a_word_drawn_exactly_may_come_from_the_cache():
+    config, model, params = make("trime", "transformer")
+    # Nothing but the cache has any mass to speak of.
+    params |= {"bias_V": jnp.full(VOCAB, -50.0)}
+    run = state.Run(config, WORDS, model, params, 0)
+    words = list(generate.generate(run, [3, 1, 4, 3], 12, cache=True))
+    assert set(words) <= {1, 3, 4}
