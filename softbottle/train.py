@@ -168,10 +168,12 @@ def _run(config, workdir):
 
 def _gradient(model, params, batch, carry, key, accumulate):
     """Gradient of the mean loss, the batch's rows taken in `accumulate` parts."""
+    # A part's share of the whole, not its own count: it may be all padding.
+    share = jnp.sum(batch.weights_BS) / accumulate
 
     def objective(params, batch, carry, key):
         loss, carry = model.loss(params, batch, carry, key)
-        return loss.total / loss.count + loss.penalty, (loss, carry)
+        return loss.total / share + loss.penalty, (loss, carry)
 
     differentiate = jax.grad(objective, has_aux=True)
     if accumulate == 1:

@@ -257,12 +257,14 @@ def _exponentials(route, activation, options, padded, cast_CKE, score_CK):
 
     ref_R = _reference(context_RE, score_CK.reshape(count), padded, activation, options)
     e_RP, total_R = first(context_RQ, ref_R)
-    far = ~jnp.all(total_R[:count] <= jnp.exp(jnp.asarray(FAR, ref_R.dtype)))
-    if options.vocab_axis is not None:
-        far = jax.lax.pmax(far.astype(jnp.int32), options.vocab_axis) > 0
-    state = parts.varying_together(e_RP, total_R, ref_R, far)
-    # A loop of at most one turn: unlike `cond`, it leaves E where it is.
-    e_RP, total_R, ref_R, _ = jax.lax.while_loop(lambda s: s[3], redo, state)
+    # A sample that is the whole vocabulary has its maximum: nothing to guard against.
+    if len(padded.sample_WE) < len(padded.local_VE):
+        far = ~jnp.all(total_R[:count] <= jnp.exp(jnp.asarray(FAR, ref_R.dtype)))
+        if options.vocab_axis is not None:
+            far = jax.lax.pmax(far.astype(jnp.int32), options.vocab_axis) > 0
+        state = parts.varying_together(e_RP, total_R, ref_R, far)
+        # A loop of at most one turn: unlike `cond`, it leaves E where it is.
+        e_RP, total_R, ref_R, _ = jax.lax.while_loop(lambda s: s[3], redo, state)
     by_token = (size, components)
     return e_RP, total_R[:count].reshape(by_token), ref_R.reshape(by_token)
 
