@@ -272,57 +272,11 @@ def _kernel(store, activation, *refs):
                 def epilogue(sum_ref):
                     run_pipeline(sum_ref)
                     plgpu.barrier_wait(arrived.at[me])
-                    by_word = plgpu.Layout.WGMMA.reduce(0)
-                    by_row = plgpu.Layout.WGMMA.reduce(1)
-                    gain = functools.partial(_GAINS[activation.apply], activation.theta)
-                    shape = (WARPGROUP_ROWS, OUT_WORDS)
-                    sum_RW = sum_ref[...]
-
-                    def logits(part):
-                        """A part of the tile, in base 2: few enough for registers."""
-                        here = slice(part * OUT_WORDS, (part + 1) * OUT_WORDS)
-                        bias_smem_W = bias_smem.at[me, pl.ds(here.start, OUT_WORDS)]
-                        bias_W = plgpu.load(bias_smem_W, layout=by_word)
-                        bias_RW = lax.broadcast_in_dim(bias_W, shape, [1])
-                        return sum_RW[:, here] * LOG2_E + bias_RW
-
-                    parts_of_tile = range(BLOCK_WORDS // OUT_WORDS)
+                    mine = (bias_smem.at[me], stats_smem.at[me])
                     if store:
-                        ref_R = plgpu.load(stats_smem.at[me, 0], layout=by_row)
-                    else:
-                        tops = (jnp.max(logits(part), axis=1) for part in parts_of_tile)
-                        # g increases, so its maximum is at that of z.
-                        ref_R = gain(functools.reduce(jnp.maximum, tops))[0]
-                    ref_RW = lax.broadcast_in_dim(ref_R, shape, [0])
-                    total_R = None
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    for part in parts_of_tile:
-                        g_RW, gain_RW = gain(logits(part))
-                        exp_RW = jnp.exp2(g_RW - ref_RW)
-                        part_R = jnp.sum(exp_RW, axis=1)
-                        total_R = part_R if total_R is None else total_R + part_R
-                        if not store:
-                            continue
-                        e_RW = exp_RW if gain_RW is None else exp_RW * gain_RW
-                        plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-                        out_smem[me, part % 2] = e_RW.astype(dtype)
-                        plgpu.commit_smem()
-                        start = word_tile * BLOCK_WORDS + part * OUT_WORDS
-                        plgpu.copy_smem_to_gmem(
-                            out_smem.at[me, part % 2],
-                            first_out.at[rows, pl.ds(start, OUT_WORDS)],
-                        )
-                    stats_smem[me, 1] = total_R
-                    if not store:
-                        stats_smem[me, 0] = ref_R
-                    plgpu.commit_smem()
-                    if not store:
-                        plgpu.copy_smem_to_gmem(
-                            stats_smem.at[me, 0], first_out.at[word_tile, rows]
-                        )
-                    plgpu.copy_smem_to_gmem(
-                        stats_smem.at[me, 1], sum_NR.at[word_tile, rows]
-                    )
+                        mine += (out_smem.at[me],)
+                    gain = functools.partial(_GAINS[activation.apply], activation.theta)
+                    _leave(gain, sum_ref, *mine, first_out, sum_NR, word_tile, rows)
 
             pipeline(multiply, finish)(
                 context_RQ.at[pl.ds(row_tile * BLOCK_ROWS, BLOCK_ROWS), :],
@@ -331,6 +285,52 @@ def _kernel(store, activation, *refs):
             )
 
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _leave(gain, sum_ref, bias_smem, stats_smem, *rest):
+    """Exponentiate a warpgroup's tile, part by part, and send out what is asked for."""
+    *out_smem, first_out, sum_NR, word_tile, rows = rest
+    by_word = plgpu.Layout.WGMMA.reduce(0)
+    by_row = plgpu.Layout.WGMMA.reduce(1)
+    shape = (WARPGROUP_ROWS, OUT_WORDS)
+    sum_RW = sum_ref[...]
+
+    def logits(part):
+        """A part of the tile, in base 2: few enough for registers."""
+        here = slice(part * OUT_WORDS, (part + 1) * OUT_WORDS)
+        bias_smem_W = bias_smem.at[pl.ds(here.start, OUT_WORDS)]
+        bias_W = plgpu.load(bias_smem_W, layout=by_word)
+        return sum_RW[:, here] * LOG2_E + lax.broadcast_in_dim(bias_W, shape, [1])
+
+    parts_of_tile = range(BLOCK_WORDS // OUT_WORDS)
+    if out_smem:
+        ref_R = plgpu.load(stats_smem.at[0], layout=by_row)
+    else:
+        tops = (jnp.max(logits(part), axis=1) for part in parts_of_tile)
+        # g increases, so its maximum is at that of z.
+        ref_R = gain(functools.reduce(jnp.maximum, tops))[0]
+    ref_RW = lax.broadcast_in_dim(ref_R, shape, [0])
+    total_R = None
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    for part in parts_of_tile:
+        g_RW, gain_RW = gain(logits(part))
+        exp_RW = jnp.exp2(g_RW - ref_RW)
+        part_R = jnp.sum(exp_RW, axis=1)
+        total_R = part_R if total_R is None else total_R + part_R
+        if out_smem:
+            e_RW = exp_RW if gain_RW is None else exp_RW * gain_RW
+            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+            out_smem[0][part % 2] = e_RW.astype(first_out.dtype)
+            plgpu.commit_smem()
+            words = pl.ds(word_tile * BLOCK_WORDS + part * OUT_WORDS, OUT_WORDS)
+            plgpu.copy_smem_to_gmem(out_smem[0].at[part % 2], first_out.at[rows, words])
+    stats_smem[1] = total_R
+    if not out_smem:
+        stats_smem[0] = ref_R
+    plgpu.commit_smem()
+    if not out_smem:
+        plgpu.copy_smem_to_gmem(stats_smem.at[0], first_out.at[word_tile, rows])
+    plgpu.copy_smem_to_gmem(stats_smem.at[1], sum_NR.at[word_tile, rows])
 
 
 def _identity(theta, z2):
