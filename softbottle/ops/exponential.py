@@ -177,9 +177,9 @@ def _pad(route, context_TKE, table_VE, bias_V, options):
 class _Sums(NamedTuple):
     """The gradients of table and bias so far.
 
-    The bias's is a column of the table's where that costs little: where the padded
-    width has room for it, and where it is a small part of the width. Else (1,024 would
-    become 1,056, a fifth slower) it is an array and a product of its own.
+    The bias's is a column of the table's where the padded width has room for it or is
+    so large that a column is nothing. Else (1,024 would become 1,056, a sixth slower)
+    it is an array and a product of its own.
     """
 
     table_PM: jax.Array
@@ -358,7 +358,7 @@ def xla_first(context_RQ, table_PQ, bias_P, ref_R, activation):
 
 
 def _dot(left, right, contract, dtype):
-    """A product by itself: fused with what makes its inputs, XLA's is slower."""
+    """A product by itself, without what makes its inputs: a call of the library."""
     left, right = jax.lax.optimization_barrier((left, right))
     dims = ((contract[:1], contract[1:]), ((), ()))
     return jax.lax.dot_general(left, right, dims, preferred_element_type=dtype)

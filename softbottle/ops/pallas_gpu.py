@@ -32,7 +32,8 @@ from softbottle.ops.options import Options, product_dtype
 
 LOG2_E = math.log2(math.e)
 # One size of tile was the fastest at every width that was tried on an H200. Times of
-# the first product against its own, at widths 320 | 576 | 1,024 | 4,096:
+# the first product against its own (see BUILD_NOTES.md), at widths
+# 320 | 576 | 1,024 | 4,096:
 #
 #   192 words, 4 stages                          1.06 | 1.03 | 1.03 | 1.11
 #   128 words, 6 stages                          1.09 | does not fit
@@ -176,8 +177,8 @@ def _kernel_call(store, activation, interpret, *inputs):
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
-            # Powers of two without a care for denormal results: three instructions
-            # less. With more of them at a time, registers do not suffice.
+            # Powers of two without a care for denormal results. GSS, which takes more
+            # of them, spilled registers with it.
             approx_math=activation.apply is activations.identity,
         ),
         **({"interpret": interpret} if interpret else {}),

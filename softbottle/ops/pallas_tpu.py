@@ -18,7 +18,6 @@ The kernel runs on TPU. Elsewhere jax refuses to compile it, except inside
 """
 
 import functools
-import logging
 
 import jax
 import jax.numpy as jnp
@@ -59,7 +58,8 @@ SPLIT_ROWS = (1024, 1024, 1024)
 def lse(context_TKE, table_VE, bias_V, activation: Activation, options: Options):
     """Log-normaliser of every token and component, [T, K], over the local rows."""
     if activation.apply not in KERNEL_ACTIVATIONS:
-        _say_once(activation.apply.__name__)
+        name = activation.apply.__name__
+        parts.note(f"The TPU kernel has no activation {name!r}: plain XLA computes it.")
         return blocked.lse(context_TKE, table_VE, bias_V, activation, options)
     dtype = product_dtype(options, context_TKE, table_VE)
     if dtype not in (jnp.bfloat16, jnp.float32):
@@ -92,13 +92,6 @@ def loss(
     joint_TK = jnp.where(real_T[:, None], log_prior_TK + score_TK - lse_TK, 0.0)
     nll_T = -jax.nn.logsumexp(joint_TK, axis=-1)
     return jnp.sum(jnp.where(real_T, weights_T * nll_T, 0.0))
-
-
-@functools.cache
-def _say_once(name):
-    logging.getLogger(__name__).info(
-        "the TPU kernel has no activation %r: plain XLA computes it.", name
-    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -11,7 +11,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from softbottle.ops import blocked, pallas_tpu
+from softbottle.ops import blocked, pallas_tpu, parts
 from softbottle.ops.activations import (
     SIGSOFTMAX,
     SOFTMAX,
@@ -216,7 +216,7 @@ def test_piecewise_activations_take_the_xla_path_and_say_so_once(caplog):
     inputs = oracle.cast(make_inputs()[:3], jnp.float32)
     knots_N1 = jnp.linspace(-2.5, 2.5, 6)
     plif = Activation(piecewise_even, segments(knots_N1, jnp.linspace(0.5, 1.5, 5)))
-    pallas_tpu._say_once.cache_clear()
+    parts.note.cache_clear()
 
     @jax.jit
     def run(*inputs):
