@@ -85,7 +85,7 @@ def head(
         "budget_mib": budget_mib,
         "check_flop": check_flop(machine),
     }
-    ceiling = told(ask, OURS, common | _ceiling(on_gpu))
+    limit = ceiling(ask, machine, seconds)
     ours = [task for case in cases for task in _ours(case, implementations, sweep)]
     wanted = [item for peer in peers for item in PEERS[peer][0].items()]
     theirs = [
@@ -98,8 +98,8 @@ def head(
     rows += [told(ask, THEIRS, common | task) for task in theirs]
     order = {_title(case): index for index, case in enumerate(cases)}
     rows.sort(key=lambda row: order[row["group"]])
-    facts = {"sweep": sweep, "ceiling_tflops": ceiling.get("tflops")}
-    return summary("head", machine | facts, relate(rows, ceiling.get("tflops")))
+    facts = {"sweep": sweep, "ceiling_tflops": limit}
+    return summary("head", machine | facts, relate(rows, limit))
 
 
 def lstm(
@@ -197,15 +197,24 @@ def probe(ask: worker.Ask) -> Row:
     return {name: row[name] for name in ("platform", "device", "jax")}
 
 
-def relate(rows: list[Row], ceiling: float | None) -> list[Row]:
+def ceiling(ask: worker.Ask, machine: Row, seconds: float) -> float | None:
+    """TF/s of a square bfloat16 product on this machine, now."""
+    size = GPU_PRODUCT if machine["platform"] == "gpu" else CPU_PRODUCT
+    case = problem.Case("ceiling", 1, 1, size, 1)
+    task = head_task(case, "square product", "ceiling", 0)
+    task |= {"family": "bare", "group": "ceiling", "seconds": seconds}
+    return told(ask, OURS, task).get("tflops")
+
+
+def relate(rows: list[Row], limit: float | None) -> list[Row]:
     """Give each row its share of the ceiling and its time over those of peers."""
     for row in rows:
         errors = [row[name] for name in row if name.startswith("error_")]
         row |= {"gradient_error": max(errors)} if errors else {}
         if row["status"] != "ok":
             continue
-        if ceiling and "tflops" in row:
-            row["of_ceiling"] = row["tflops"] / ceiling
+        if limit and "tflops" in row:
+            row["of_ceiling"] = row["tflops"] / limit
         if row["family"] in ("ours", "bare") and row["kind"] != "evaluation":
             row["over"] = {
                 other["variant"]: row["ms"] / other["ms"]
@@ -258,12 +267,6 @@ def head_task(case: problem.Case, variant: str, kind: str, products: int) -> Row
         "kind": kind,
         "products": products,
     }
-
-
-def _ceiling(on_gpu):
-    case = problem.Case("ceiling", 1, 1, GPU_PRODUCT if on_gpu else CPU_PRODUCT, 1)
-    task = head_task(case, "square product", "ceiling", 0)
-    return task | {"family": "bare", "group": "ceiling"}
 
 
 def _ours(case, implementations, sweep):

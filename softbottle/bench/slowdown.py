@@ -29,6 +29,7 @@ def run(
     """
     race.check_peers(peers)
     machine = race.probe(ask)
+    limit = race.ceiling(ask, machine, seconds)
     rows = []
     for name, (config, vocab) in recipes.items():
         length = config.data.length
@@ -52,11 +53,15 @@ def run(
     rows = [
         row if "status" in row else race.told(ask, race.THEIRS, row) for row in rows
     ]
-    return race.summary("step", machine, _slowdowns(rows))
+    rows = _slowdowns(rows, limit)
+    return race.summary("step", machine | {"ceiling_tflops": limit}, rows)
 
 
-def _slowdowns(rows):
+def _slowdowns(rows, limit):
     """Add the softmax with the faster head, and every step over each softmax."""
+    for row in rows:
+        if limit and "tflops" in row:
+            row["of_ceiling"] = row["tflops"] / limit
     related = []
     for group in dict.fromkeys(row["group"] for row in rows):
         mine = {row["variant"]: row for row in rows if row["group"] == group}
@@ -67,7 +72,8 @@ def _slowdowns(rows):
             head_ms = min(ours["head_ms"], *heads)
             ms = ours["ms"] - ours["head_ms"] + head_ms
             facts = {"variant": "softmax, faster head", "ms": ms, "head_ms": head_ms}
-            mine["softmax, faster head"] = ours | facts | {"tokens_per_second": None}
+            facts |= dict.fromkeys(("tokens_per_second", "tflops", "of_ceiling"))
+            mine["softmax, faster head"] = ours | facts
         for row in mine.values():
             if row["status"] == "ok" and row["family"] == "ours":
                 row["over"] = {

@@ -23,12 +23,14 @@ def answers(torch_ms):
     def ask(module, task):
         if task["kind"] == "device":
             return {"status": "ok", "platform": "cpu", "device": "a", "jax": "b"}
+        if task["kind"] == "ceiling":
+            return task | {"status": "ok", "ms": 1.0, "tflops": 8.0}
         if module == race.THEIRS:
             assert task["case"] == ("ptb", 15, 1, 6, 13) and task["peer"] == "compile"
             return task | {"status": "ok", "ms": torch_ms, "torch": "c"}
         name = task["variant"]
         facts = {"ms": MILLISECONDS[name], "head_ms": HEADS[name], "status": "ok"}
-        return task | facts | {"tokens_per_second": 1.0}
+        return task | facts | {"tokens_per_second": 1.0, "tflops": 2.0}
 
     return ask
 
@@ -47,6 +49,8 @@ def test_the_softmax_of_the_ratio_has_the_faster_of_two_heads(
         "one component": pytest.approx(9 / 6),
         "softmax, faster head": pytest.approx(9 / best_ms),
     }
+    assert rows["mos"]["of_ceiling"] == 0.25 and result["ceiling_tflops"] == 8
+    assert rows["softmax, faster head"]["of_ceiling"] is None
     assert result["torch"] == "c" and result["suite"] == "step"
 
 
@@ -69,9 +73,9 @@ def test_rivals_share_the_backbone_and_differ_in_the_head():
 
 
 def test_a_step_whose_loss_is_not_a_beginners_is_refused(monkeypatch):
-    row = {"loss": 5.0, "ms": 1.0}
+    row = {"loss": 5.0, "ms": 1.0, "flop": 3e9}
     monkeypatch.setattr(step, "measure", lambda *arguments: dict(row))
     task = {"config": configs.to_dict(recipe()), "length": 5, "seconds": 0.01}
-    assert step.run_task(task | {"vocab": 148}) == row
+    assert step.run_task(task | {"vocab": 148}) == row | {"tflops": 3.0}
     refused = step.run_task(task | {"vocab": 13})
     assert refused["status"] == "wrong" and "ms" not in refused
