@@ -1,9 +1,15 @@
-"""Train several heads at several widths and draw what each cannot express.
+"""Train heads at several widths, or objectives at several learning rates.
 
     python launch/sweep.py --config configs/quickstart.py --workdir runs/sweep
+    python launch/sweep.py --config configs/templates.py --workdir runs/templates \
+        --objectives plain,trime,histalign --rates 1e-3,3e-3,1e-2
+    python launch/sweep.py --config configs/templates.py:histalign,finetune \
+        --config.train.init_from=runs/templates/plain-0.003-{seed} \
+        --objectives trime,histalign --rates 1e-4,3e-4,1e-3 --workdir runs/tuned
 
-Makes sweep.json and sweep.png in --workdir; about ten minutes on two cores. Started
-again, it goes on where it stopped.
+Of heads it makes sweep.json and sweep.png in --workdir, in about ten minutes on two
+cores; of objectives objectives.json and objectives.md, in about two minutes a run from
+scratch. Started again, it goes on where it stopped.
 """
 
 import sys
@@ -11,14 +17,16 @@ import sys
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from softbottle import config, sweep
+from softbottle import config, objectives, sweep
 
 CONFIG = config_flags.DEFINE_config_file(
-    "config", help_string="A file of configs/ on the synthetic language."
+    "config", help_string="A file of configs/ on the synthetic language or templates."
 )
 WORKDIR = flags.DEFINE_string("workdir", None, "Where it all goes.", required=True)
 HEADS = flags.DEFINE_list("heads", ["softmax", "moc", "mos"], "Heads to compare.")
 WIDTHS = flags.DEFINE_list("widths", ["4", "8", "16", "32"], "Context widths.")
+OBJECTIVES = flags.DEFINE_list("objectives", [], "Objectives, instead of heads.")
+RATES = flags.DEFINE_list("rates", ["1e-3", "3e-3", "1e-2"], "Their learning rates.")
 SEEDS = flags.DEFINE_integer("seeds", 3, "How many seeds.", lower_bound=1)
 
 
@@ -29,8 +37,13 @@ def main(arguments: list[str]) -> None:
     if CONFIG.value is None:
         raise app.UsageError("--config is needed, for example configs/quickstart.py")
     logging.set_verbosity(logging.WARNING)
-    widths = [int(width) for width in WIDTHS.value]
-    sweep.run(CONFIG.value, WORKDIR.value, HEADS.value, widths, range(SEEDS.value))
+    seeds = range(SEEDS.value)
+    if OBJECTIVES.value:
+        rates = [float(rate) for rate in RATES.value]
+        objectives.run(CONFIG.value, WORKDIR.value, OBJECTIVES.value, rates, seeds)
+    else:
+        widths = [int(width) for width in WIDTHS.value]
+        sweep.run(CONFIG.value, WORKDIR.value, HEADS.value, widths, seeds)
 
 
 if __name__ == "__main__":

@@ -42,9 +42,7 @@ def run(
                 variant = model.with_head(config, head, width)
                 variant.seed = variant.data.synthetic.seed = seed
                 variant.train.equal_softmax = head == "mos"
-                summary = train.run(variant, workdir / f"{head}-{width}-{seed}")
-                if not summary:
-                    raise SystemExit("asked to stop; start again to go on.")
+                summary = trained(variant, workdir / f"{head}-{width}-{seed}")
                 found.setdefault((head, width), []).append(summary)
                 if "equal_softmax" in summary:
                     other = summary["equal_softmax"]
@@ -54,6 +52,14 @@ def run(
     print(table(rows))
     draw(rows).savefig(workdir / "sweep.png", dpi=150)
     return rows
+
+
+def trained(config: config_lib.Config, workdir: pathlib.Path) -> dict[str, Any]:
+    """The summary of a run of the sweep; a run that is asked to stop stops it all."""
+    summary = train.run(config, workdir)
+    if not summary:
+        raise SystemExit("asked to stop; start again to go on.")
+    return summary
 
 
 def table(rows: list[dict[str, Any]]) -> str:

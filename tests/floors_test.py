@@ -29,6 +29,7 @@ FLOORS = {
     "softbottle.analysis": 4,
     "softbottle.train": 5,
     "softbottle.sweep": 6,
+    "softbottle.objectives": 6,
     "softbottle.bench": 6,
     "launch": 7,
 }
