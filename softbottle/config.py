@@ -18,7 +18,7 @@ BACKBONES = ("window", "awd_lstm", "transformer")
 CORPORA = ("synthetic", "templates", "ptb", "wt2", "lm1b", "text")
 OPTIMISERS = ("adamw", "sgd")
 OBJECTIVES = ("plain", "trime", "histalign")
-UNITS = ("stream", "lines", "answers")
+UNITS = ("stream", "packed", "lines", "answers")
 AVERAGING = ("none", "nt", "et", "now")
 DTYPES = ("float32", "bfloat16")
 

@@ -1,12 +1,15 @@
-"""Batches whose rows are whole lines, each a text of its own.
+"""Batches whose lines are texts of their own.
 
 A line w_1 ... w_n is read after the end of a line and never together with another:
 
+    packed    reads EOS w_1 ... w_n        predicts w_1 ... w_n EOS
     lines     reads EOS w_1 ... w_n        predicts w_1 ... w_n EOS
     answers   reads EOS w_1 ... w_{n-1}    predicts w_1 ... w_n, of which w_n counts
 
-Rows are padded to a common length. With `answers` the words before the last have no
-weight, and a cache remembers them all the same.
+`packed` is the stream of batches.py with a segment for each line: nothing is padded,
+and a line that does not fit its row goes on in the next as if it began there. In the
+other two a row is one whole line, padded to a common length. With `answers` the words
+before the last have no weight, and a cache remembers them all the same.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from softbottle import config as config_lib
+from softbottle.data import batches
 from softbottle.data.batches import Batch, Stream
 from softbottle.data.vocab import Vocab
 
@@ -93,16 +97,36 @@ class Lines:
         return _batch(chosen, self._eos, *self._shape, self._answers)
 
 
+class Packed(Stream):
+    """A stream of batches in which every line is a segment of its own.
+
+    Args:
+        ids: a run of ids in which `eos` ends a line.
+        eos: that id.
+        rows: rows of a batch.
+        length: positions of a row.
+    """
+
+    def __init__(self, ids: np.ndarray, eos: int, rows: int, length: int):
+        super().__init__(ids, rows, length)
+        self._eos = eos
+
+    def next(self) -> Batch:
+        """The next batch."""
+        return _apart(super().next(), self._eos)
+
+
 def stream(config: config_lib.Data, vocab: Vocab, ids: np.ndarray, seed: int):
     """The training batches of a config: a `batches.Stream` or `Lines`."""
+    shape = (config.rows, config.length)
+    if config.unit == "packed":
+        return Packed(ids, vocab.eos, *shape)
     if config.unit != "stream":
         answers = config.unit == "answers"
-        shape = (config.rows, config.length)
         return Lines(ids, vocab.eos, *shape, answers=answers, seed=seed)
     return Stream(
         ids,
-        config.rows,
-        config.length,
+        *shape,
         variable=config.variable,
         max_delta=config.max_delta,
         seed=seed,
@@ -121,6 +145,10 @@ def cut(
     answers = config.unit == "answers"
 
     def evaluation(ids, rows, length):
+        if config.unit == "packed":
+            for batch in batches.evaluation(ids, rows, length):
+                yield _apart(batch, vocab.eos)
+            return
         lines = split(ids, vocab.eos, length, answers)
         for first in range(0, len(lines), rows):
             chosen = lines[first : first + rows]
@@ -144,6 +172,12 @@ def split(ids: np.ndarray, eos: int, length: int, answers: bool) -> list[np.ndar
     if longest > length:
         raise ValueError(f"a line needs {longest} positions; a row has {length}.")
     return lines
+
+
+def _apart(batch, eos):
+    """The batch with a segment for each line; one begins where `eos` is read."""
+    line_BS = 1 + np.cumsum(batch.ids_BS == eos, axis=1, dtype=np.int32)
+    return batch._replace(segments_BS=line_BS * (batch.segments_BS > 0))
 
 
 def _batch(lines, eos, rows, length, answers):

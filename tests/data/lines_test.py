@@ -91,3 +91,40 @@ def test_a_line_that_does_not_fit_and_a_text_without_any_are_refused():
         lines.Lines(TEXT, EOS, 6, 5, answers=False)
     with pytest.raises(ValueError, match="no lines"):
         lines.split(np.zeros(3, np.int32), EOS, 4, True)
+
+
+def packed_lines(batch):
+    """Every segment of a batch as (words read, words predicted)."""
+    found = []
+    for ids, labels, weights, segments in zip(*batch, strict=True):
+        np.testing.assert_array_equal(weights, segments > 0)
+        for segment in np.unique(segments[segments > 0]):
+            (places,) = np.nonzero(segments == segment)
+            assert np.all(np.diff(places) == 1)
+            found.append((ids[places].tolist(), labels[places].tolist()))
+    return found
+
+
+def test_packed_lines_are_segments_that_begin_where_one_ends():
+    stream = lines.Packed(TEXT, EOS, 1, len(TEXT) - 1)
+    batch = stream.next()
+    assert stream.epoch == 1
+    np.testing.assert_array_equal(batch.ids_BS[0], TEXT[:-1])
+    np.testing.assert_array_equal(batch.labels_BS[0], TEXT[1:])
+    assert packed_lines(batch) == [
+        ([3, 1, 2], [1, 2, 0]),
+        ([0], [0]),
+        ([0, 4], [4, 0]),
+        ([0, 2, 2], [2, 2, 0]),
+        ([0, 1, 5, 4, 3], [1, 5, 4, 3, 0]),
+        ([0, 5], [5, 1]),
+    ]
+
+
+def test_a_packed_text_is_evaluated_line_by_line_and_padding_stays_padding():
+    config = configs.Data(unit="packed", rows=2, length=5)
+    assert isinstance(lines.stream(config, VOCAB, TEXT, 0), lines.Packed)
+    found = list(lines.cut(config, VOCAB)(TEXT, 3, 4))
+    assert sum(batch.weights_BS.sum() for batch in found) == len(TEXT) - 1
+    read = [pair for batch in found for pair in packed_lines(batch)]
+    assert all(EOS not in words[1:] for words, _ in read)
