@@ -52,19 +52,21 @@ def make_evaluator(
     """
 
     @jax.jit
-    def add(params, batch, carry, total):
-        score = model.cached_nll if cached else model.nll
-        nll_BS, carry = score(params, batch, carry)
-        return total + jnp.sum(nll_BS), carry
+    def add(params, batch, carry, total, hits):
+        if cached:
+            nll_BS, hit_BS, carry = model.cached_nll(params, batch, carry)
+            return total + jnp.sum(nll_BS), hits + jnp.sum(hit_BS), carry
+        nll_BS, carry = model.nll(params, batch, carry)
+        return total + jnp.sum(nll_BS), hits, carry
 
     def evaluate(params, ids, rows, length):
         rows = min(rows, len(ids) - 1)
         carry, count, sums = model.initial_carry(rows), 0, []
-        total = jnp.zeros(())
+        total, hits = jnp.zeros(()), jnp.zeros((), jnp.int32)
         for index, batch in enumerate(
             (cut or batches.evaluation)(ids, rows, length), 1
         ):
-            total, carry = add(params, batch, carry, total)
+            total, hits, carry = add(params, batch, carry, total, hits)
             if cut is not None:
                 carry = model.initial_carry(rows)
             count += int(batch.weights_BS.sum())
@@ -72,7 +74,8 @@ def make_evaluator(
             if index % 64 == 0:
                 sums.append(total)
                 total = jnp.zeros(())
-        return Evaluation(sum(float(part) for part in [*sums, total]), count)
+        total = sum(float(part) for part in [*sums, total])
+        return Evaluation(total, count, int(hits) if cached else None)
 
     return evaluate
 

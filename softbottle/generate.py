@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from softbottle import heads
 from softbottle.data.batches import Batch
+from softbottle.heads.cache import given
 from softbottle.state import Run
 
 
@@ -48,18 +48,11 @@ def generate(
     """
     _check(run, tokens, temperature, top_k, top_p)
     prompt = np.asarray(prompt if len(prompt) else [run.vocab.eos], np.int32)
-    exact = temperature == 1 and not top_k and top_p == 1
-
-    sample, log_probs = _decoders(run.model, cache)
+    draw = _drawer(run.model, temperature, top_k, top_p, cache)
 
     @jax.jit
-    def draw(params, hidden_1D, past, key):
-        if exact:
-            return sample(params, hidden_1D, past, key)
-        log_p_V = log_probs(params, hidden_1D, past)
-        return jax.random.categorical(
-            key, truncated(log_p_V / temperature, top_k, top_p)
-        )
+    def next_word(params, hidden_1D, past, key):
+        return draw(params, hidden_1D, _memory(past), key)[0]
 
     read = _recurrent if jax.tree.leaves(run.model.initial_carry(1)) else _whole
     states = read(run, prompt, tokens)
@@ -68,11 +61,55 @@ def generate(
     past = _remember(past, hidden_CD[:-1], prompt[1:])
     keys = jax.random.split(jax.random.key(seed), tokens)
     for index in range(tokens):
-        word = int(draw(run.params, hidden_CD[-1:], past, keys[index]))
+        word = int(next_word(run.params, hidden_CD[-1:], past, keys[index]))
         yield word
         if index + 1 < tokens:
             past = _remember(past, hidden_CD[-1:], np.asarray([word], np.int32))
             hidden_CD = states.send(word)
+
+
+def continuations(
+    run: Run,
+    prompts_BP: np.ndarray,
+    tokens: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    cache: bool = False,
+    seed: int = 0,
+) -> np.ndarray:
+    """Words that continue prompts of one length side by side, [B, tokens].
+
+    The settings are those of `generate`, and each row is a text of its own. Every word
+    is made in one compiled loop that reads the text so far again, whatever the model.
+    """
+    _check(run, tokens, temperature, top_k, top_p)
+    model, (rows, first) = run.model, prompts_BP.shape
+    draw = _drawer(model, temperature, top_k, top_p, cache)
+
+    @jax.jit
+    def go_on(params, text_BS, keys):
+        ones_BS = jnp.ones_like(text_BS)
+        entries_M = jnp.arange(first + tokens)
+
+        def add(text_BS, step):
+            place, key = step
+            follow_BS = jnp.roll(text_BS, -1, axis=1)
+            batch = Batch(text_BS, follow_BS, ones_BS.astype(jnp.float32), ones_BS)
+            hidden_BSD, _ = model.hidden(params, batch, model.initial_carry(rows))
+            # The state before the new word is not in the cache: no word follows it yet.
+            seen_BM = jnp.broadcast_to(entries_M < place - 1, text_BS.shape)
+            memory = given(hidden_BSD, follow_BS, seen_BM, positions=1)
+            word_B = draw(params, hidden_BSD[:, place - 1], memory, key)
+            return text_BS.at[:, place].set(word_B.astype(text_BS.dtype)), None
+
+        places = jnp.arange(first, first + tokens)
+        return jax.lax.scan(add, text_BS, (places, keys))[0][:, first:]
+
+    text_BS = np.pad(prompts_BP.astype(np.int32), ((0, 0), (0, tokens)))
+    keys = jax.random.split(jax.random.key(seed), tokens)
+    return np.asarray(go_on(run.params, text_BS, keys))
 
 
 class _Past(NamedTuple):
@@ -97,25 +134,31 @@ def _remember(past, states_CD, words_C):
     )
 
 
-def _decoders(model, cache):
-    """(draw a word, log-probabilities of all), of the head or of it and the past."""
+def _memory(past):
+    seen_1M = (jnp.arange(len(past.words_M)) < past.count)[None]
+    return given(past.states_MD[None], past.words_M[None], seen_1M, positions=1)
 
-    def memory(past):
-        seen_M = jnp.arange(len(past.words_M)) < past.count
-        return heads.Memory(
-            past.states_MD[None], past.words_M[None], seen_M[None, None]
-        )
 
-    def cached(function, params, hidden_1D, past, *key):
-        given = (*model.output(params), hidden_1D[None], memory(past), *key)
-        return function(*given, **model.options)[0, 0]
+def _drawer(model, temperature, top_k, top_p, cache):
+    """draw(params, hidden_BD, memory, key) -> word_B; the memory is used with `cache`.
 
-    def plain(function, params, hidden_1D, past, *key):
-        del past
-        return function(*model.output(params), hidden_1D, *key, **model.options)[0]
+    It may be compiled by the caller, who knows where the states come from.
+    """
+    exact = temperature == 1 and not top_k and top_p == 1
 
-    how, head = (cached, model.cached) if cache else (plain, model.head)
-    return tuple(functools.partial(how, f) for f in (head.sample, head.log_probs))
+    def draw(params, hidden_BD, memory, key):
+        output, options = model.output(params), model.options
+        head, states = model.head, (hidden_BD,)
+        if cache:
+            head, states = model.cached, (hidden_BD[:, None], memory)
+        if exact:
+            return head.sample(*output, *states, key, **options).reshape(-1)
+        log_p_BV = head.log_probs(*output, *states, **options)
+        log_p_BV = log_p_BV.reshape(len(hidden_BD), -1) / temperature
+        cut = functools.partial(truncated, top_k=top_k, top_p=top_p)
+        return jax.random.categorical(key, jax.vmap(cut)(log_p_BV))
+
+    return draw
 
 
 def truncated(log_p_V: jax.Array, top_k: int, top_p: float) -> jax.Array:

@@ -41,7 +41,8 @@ class Model(NamedTuple):
         initial_carry: rows -> carry, the state before any text.
         loss: (params, batch, carry, key) -> (Loss, carry), with dropout.
         nll: (params, batch, carry) -> (nll_BS, carry), without; 0 in padding.
-        cached_nll: the same with a cache of the batch's own history.
+        cached_nll: (params, batch, carry) -> (nll_BS, hit_BS, carry), the same with a
+            cache of the batch's own history, and whether that alone finds the label.
         hidden: (params, batch, carry) -> (hidden_BSD, carry), without dropout.
         head: the output head.
         cached: the head joined with a cache.
@@ -53,7 +54,7 @@ class Model(NamedTuple):
     initial_carry: Callable[[int], Any]
     loss: Callable[..., tuple[Loss, Any]]
     nll: Callable[..., tuple[jax.Array, Any]]
-    cached_nll: Callable[..., tuple[jax.Array, Any]]
+    cached_nll: Callable[..., tuple[jax.Array, jax.Array, Any]]
     hidden: Callable[..., tuple[jax.Array, Any]]
     head: heads.Head
     cached: heads.Cached
@@ -142,7 +143,9 @@ def make(config: config_lib.Config, vocab: int) -> Model:
         nll_BS = cached.nll(
             *output(params), hidden_BSD, _known_labels(batch), memory, **options
         )
-        return _where_real(batch, nll_BS), carry
+        hit_BS = cache.best_words(hidden_BSD, memory) == batch.labels_BS
+        hit_BS &= batch.weights_BS != 0
+        return _where_real(batch, nll_BS), hit_BS, carry
 
     return Model(
         init,

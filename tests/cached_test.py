@@ -112,7 +112,9 @@ def test_the_joint_cache_of_a_text_is_that_of_loops():
     # In one row and one batch the history of the batch is that window.
     evaluator = evaluate.make_evaluator(model, cached=True)
     whole = evaluate.evaluate_with_cache(model, params, ids, 7, evaluate.Joint(50))
-    assert evaluator(params, ids, 1, 37).total == pytest.approx(whole.total, **CLOSE)
+    joint = evaluator(params, ids, 1, 37)
+    assert joint.total == pytest.approx(whole.total, **CLOSE)
+    assert joint.hits == whole.hits > 0
 
 
 def test_batches_that_begin_anew_have_no_state_from_before():
@@ -166,3 +168,24 @@ def test_a_word_drawn_exactly_may_come_from_the_cache():
     run = state.Run(config, WORDS, model, params, 0)
     words = list(generate.generate(run, [3, 1, 4, 3], 12, cache=True))
     assert set(words) <= {1, 3, 4}
+
+
+@pytest.mark.parametrize(
+    "backbone, joined",
+    [("awd_lstm", True), ("transformer", True), ("transformer", False)],
+)
+def test_prompts_side_by_side_go_on_as_each_does_alone(backbone, joined):
+    config, model, params = make("trime", backbone)
+    run = state.Run(config, WORDS, model, params, 0)
+    prompts_BP = np.array([[3, 1, 4], [1, 5, 9], [2, 2, 6]])
+    made_BN = generate.continuations(run, prompts_BP, 7, top_k=1, cache=joined)
+    alone = [
+        list(generate.generate(run, prompt, 7, top_k=1, cache=joined))
+        for prompt in prompts_BP
+    ]
+    assert made_BN.tolist() == alone
+    # One row draws with the keys of one text.
+    one_BN = generate.continuations(run, prompts_BP[:1], 7, cache=joined, seed=4)
+    assert one_BN[0].tolist() == list(
+        generate.generate(run, prompts_BP[0], 7, cache=joined, seed=4)
+    )

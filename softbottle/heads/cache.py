@@ -186,6 +186,11 @@ def cache_log_probs(hidden_BSD: jax.Array, memory: Memory, rows: int) -> jax.Arr
     return jax.vmap(spread)(similarities(hidden_BSD, memory), memory.words_BM)
 
 
+def best_words(hidden_BSD: jax.Array, memory: Memory) -> jax.Array:
+    """The word to which the cache gives most, [B, S]; -1 where it is empty."""
+    return jax.vmap(cache.best_word)(similarities(hidden_BSD, memory), memory.words_BM)
+
+
 def ranking_loss(
     table_VE: jax.Array,
     hidden_BSD: jax.Array,
