@@ -15,7 +15,8 @@ import pathlib
 
 from absl import app, flags, logging
 
-from softbottle.analysis import captured, inspection, pretrained, report, texts
+from softbottle.analysis import captured, inspection, pretrained, rank, report, texts
+from softbottle.analysis.asked import Asked
 
 WORKDIRS = flags.DEFINE_multi_string("workdir", [], "A run; give several to compare.")
 ARRAYS = flags.DEFINE_string(
@@ -49,7 +50,22 @@ POSITIONS = flags.DEFINE_integer(
 WINDOW = flags.DEFINE_integer(
     "window", 512, "Tokens that a pretrained model reads at a time.", lower_bound=8
 )
+FROZEN = flags.DEFINE_integer(
+    "frozen",
+    0,
+    "How many of a pretrained model's states the instrument lowrank trains heads on, "
+    "if more than --positions.",
+)
 ORDER = flags.DEFINE_integer("order", 2, "Of the text's n-grams.", lower_bound=2)
+DIMENSIONS = flags.DEFINE_integer(
+    "dimensions",
+    None,
+    "Of the n-grams' matrix: 512, or twice the width of a pretrained model.",
+    lower_bound=1,
+)
+PRECISION = flags.DEFINE_enum(
+    "precision", "float32", rank.PRECISIONS, "Of the log-probabilities, for their rank."
+)
 
 
 def main(arguments: list[str]) -> None:
@@ -60,41 +76,45 @@ def main(arguments: list[str]) -> None:
     if sum(map(bool, models)) > 1 or not (any(models) or TEXTS.value):
         raise app.UsageError("give one of --workdir, --arrays, --hf, --gguf, or --text")
     logging.set_verbosity(logging.WARNING)
-    title, sections = _sections()
+    asked = Asked(ORDER.value, DIMENSIONS.value, PRECISION.value)
+    title, sections = _sections(asked)
     report.write(OUT.value, title, sections)
     for section in sections:
         print(f"{section.title}: {section.reading}")
     print(f"wrote {OUT.value}/report.html")
 
 
-def _sections():
+def _sections(asked):
     if ARRAYS.value:
-        return pathlib.Path(ARRAYS.value).name, inspection.of_arrays(ARRAYS.value)
+        sections = inspection.of_arrays(ARRAYS.value, asked)
+        return pathlib.Path(ARRAYS.value).name, sections
     if HF.value or GGUF.value:
-        return _pretrained()
+        return _pretrained(asked)
     if TEXTS.value:
         names = ", ".join(pathlib.Path(path).name for path in TEXTS.value)
-        return names, [texts.section(TEXTS.value, ORDER.value)]
+        return names, [texts.section(TEXTS.value, asked)]
     title = ", ".join(pathlib.Path(workdir).name for workdir in WORKDIRS.value)
     return title, inspection.of_runs(
         WORKDIRS.value,
         INSTRUMENTS.value or inspection.QUICK,
         SPLIT.value,
         POSITIONS.value or 8192,
-        ORDER.value,
+        asked,
     )
 
 
-def _pretrained():
+def _pretrained(asked):
     if len(TEXTS.value) != 1:
         raise app.UsageError("a pretrained model needs one --text to read")
-    reading = pretrained.Reading(TEXTS.value[0], POSITIONS.value or 2048, WINDOW.value)
+    reading = pretrained.Reading(
+        TEXTS.value[0], POSITIONS.value or 2048, WINDOW.value, FROZEN.value
+    )
     if HF.value:
         capture = pretrained.from_hf(HF.value, reading)
     else:
         capture = pretrained.from_gguf(GGUF.value, reading)
     instruments = INSTRUMENTS.value or captured.QUICK
-    return capture.name, captured.sections(capture, instruments, ORDER.value)
+    return capture.name, captured.sections(capture, instruments, asked)
 
 
 if __name__ == "__main__":

@@ -135,8 +135,17 @@ def read_newest(folder: pathlib.Path, like: Any) -> tuple[Any, dict[str, Any]]:
     step = _newest_sealed(folder)
     if step is None:
         raise CheckpointError(f"there is no checkpoint in {folder}.")
+    return read(folder, step, like)
+
+
+def read(folder: pathlib.Path, step: int, like: Any) -> tuple[Any, dict[str, Any]]:
+    """One step of a folder, as `read_newest` gives the newest: (tree, host).
+
+    Raises:
+        CheckpointError: if the step is not there, is damaged, or has other shapes.
+    """
     if not is_good(folder / str(step)):
-        raise CheckpointError(f"step {step} in {folder} is damaged.")
+        raise CheckpointError(f"step {step} in {folder} is missing or damaged.")
     abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, _without_empty(like))
     arguments = ocp.args.Composite(
         tree=ocp.args.StandardRestore(abstract), host=ocp.args.JsonRestore()
@@ -154,6 +163,11 @@ def read_newest(folder: pathlib.Path, like: Any) -> tuple[Any, dict[str, Any]]:
         found["tree"],
     )
     return tree, found["host"]
+
+
+def sealed_steps(folder: pathlib.Path) -> list[int]:
+    """The complete steps of a folder, rising; none where there is no folder."""
+    return [step for step in _steps(folder) if is_sealed(folder / str(step))]
 
 
 def is_sealed(step_folder: pathlib.Path) -> bool:
@@ -202,8 +216,7 @@ def _put_broken_aside(folder):
 
 
 def _newest_sealed(folder):
-    steps = reversed(_steps(folder))
-    return next((step for step in steps if is_sealed(folder / str(step))), None)
+    return max(sealed_steps(folder), default=None)
 
 
 def _steps(folder):

@@ -1,5 +1,6 @@
 """A trained model against text, without dropout."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -11,6 +12,8 @@ from softbottle import heads, metrics
 from softbottle.data import batches
 from softbottle.model import Model
 from softbottle.ops import cache
+
+_POSITIONS = 1024  # whose states are handed on together
 
 
 class Evaluation(NamedTuple):
@@ -161,32 +164,47 @@ def _empty_past(model, params, window):
 
 
 def states(
-    model: Model, params: Any, ids: np.ndarray
-) -> Iterator[tuple[jax.Array, np.ndarray, np.ndarray]]:
-    """What the trunk makes of a text read as one row, a stretch at a time.
+    model: Model, params: Any, ids: np.ndarray, length: int
+) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """What the trunk makes of a text read as one row, a block at a time.
+
+    Args:
+        model: whose trunk it is.
+        params: its parameters.
+        ids: the text.
+        length: of the stretches it is read in, `data.eval_length` for the states that
+            a run's perplexity is made of: a transformer sees no farther back.
 
     Yields:
-        (hidden states [C, D] in float32, the words read [C], the words after them [C]).
+        (hidden states [C, D] in float32, the words read [C], the words after them [C]),
+        as many whole stretches as make about 1,024 positions.
     """
     carry, hidden = model.initial_carry(1), jax.jit(model.hidden)
-    for batch in batches.evaluation(ids, 1, min(1024, len(ids) - 1)):
-        hidden_BSD, carry = hidden(params, batch, carry)
-        real_S = batch.weights_BS[0] > 0
-        hidden_CD = hidden_BSD[0][real_S].astype(jnp.float32)
-        yield hidden_CD, batch.ids_BS[0][real_S], batch.labels_BS[0][real_S]
+    length = min(length, len(ids) - 1)
+    cut = batches.evaluation(ids, 1, length)
+    while stretches := list(itertools.islice(cut, max(1, _POSITIONS // length))):
+        block = []
+        for batch in stretches:
+            hidden_BSD, carry = hidden(params, batch, carry)
+            real_S = batch.weights_BS[0] > 0
+            hidden_CD = np.asarray(hidden_BSD[0].astype(jnp.float32))[real_S]
+            block.append(
+                (hidden_CD, batch.ids_BS[0][real_S], batch.labels_BS[0][real_S])
+            )
+        yield tuple(np.concatenate(part) for part in zip(*block, strict=True))
 
 
 def log_probs(
-    model: Model, params: Any, ids: np.ndarray, positions: int
+    model: Model, params: Any, ids: np.ndarray, positions: int, length: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Log-probabilities along the start of a text.
+    """Log-probabilities along the start of a text, read as `states` reads it.
 
     Returns:
         (log P [T, V] in float32, the words read [T]), T at most `positions`.
     """
     ids = ids[: positions + 1]
     rows, words = [], []
-    for hidden_TD, previous_T, _ in states(model, params, ids):
+    for hidden_TD, previous_T, _ in states(model, params, ids, length):
         rows.append(
             model.head.log_probs(*model.output(params), hidden_TD, **_plain(model))
         )

@@ -90,6 +90,16 @@ def test_shapes_alone_say_what_to_restore(two_steps):
     chex.assert_trees_all_equal(tree, make_tree(LATE))
 
 
+def test_any_step_can_be_read_and_a_missing_one_is_an_error(two_steps):
+    assert checkpoint.sealed_steps(two_steps) == [EARLY, LATE]
+    tree, host = checkpoint.read(two_steps, EARLY, make_tree(0))
+    chex.assert_trees_all_equal(tree, make_tree(EARLY))
+    assert host == host_of(EARLY)
+    with pytest.raises(CheckpointError, match="step 4 in .* is missing"):
+        checkpoint.read(two_steps, 4, make_tree(0))
+    assert checkpoint.sealed_steps(two_steps / "none") == []
+
+
 def test_only_the_newest_steps_are_kept(folder):
     checkpoints = Checkpoints(folder, keep=2)
     checkpoints.save(11, make_tree(11), host_of(11))

@@ -85,7 +85,7 @@ def test_log_probs_are_distributions_over_the_words_alone():
     assert len(params["output_VE"]) == 16
     # More positions are asked for than there are.
     ids = make_ids(30)
-    log_p_TV, previous_T = evaluate.log_probs(functions, params, ids, 100)
+    log_p_TV, previous_T = evaluate.log_probs(functions, params, ids, 100, 7)
     assert log_p_TV.shape == (29, VOCAB) and log_p_TV.dtype == np.float32
     np.testing.assert_array_equal(previous_T, ids[:29])
     np.testing.assert_allclose(np.exp(log_p_TV).sum(axis=1), 1, rtol=1e-5)

@@ -121,7 +121,7 @@ def test_words_follow_from_all_the_text_before_them(backbone):
     prompt = [3, 1, 4]
     words = list(generate(run, prompt, 8, top_k=1))
     text = np.array([*prompt, *words], np.int32)
-    log_p_TV, _ = evaluate.log_probs(functions, params, text, len(text))
+    log_p_TV, _ = evaluate.log_probs(functions, params, text, len(text), len(text))
     assert words == list(log_p_TV[len(prompt) - 1 :].argmax(axis=1))
     assert len(set(words)) > 1
 

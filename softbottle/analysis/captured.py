@@ -10,10 +10,8 @@ of a large vocabulary pass by in blocks.
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-import scipy.special
+from scipy import special
 
 from softbottle.analysis import (
     argmax,
@@ -24,13 +22,13 @@ from softbottle.analysis import (
     rank,
     saturation,
 )
+from softbottle.analysis.asked import USUAL, Asked
 from softbottle.analysis.report import Section
 
 _BLOCK = 256  # positions whose logits are held at a time
 _GRADIENTS = 1024  # positions whose gradients are measured
 _WORDS = 4096  # of a vocabulary, at most, that are tried for the first place
 _PROGRAMMES = 64  # width up to which large sets of words are tried
-_DIMENSIONS = 576  # of the text's next-token matrix, at most
 
 
 class Capture(NamedTuple):
@@ -46,6 +44,8 @@ class Capture(NamedTuple):
         logits_LWHS: attention logits of the last position of each of W stretches of S
             positions, by layer and head, N = W S; or None.
         ids: the whole text in tokens, or None.
+        frozen_MD: what the head reads along more of the text, from its start, for
+            instruments that train; empty if `states` are all.
     """
 
     name: str
@@ -55,17 +55,18 @@ class Capture(NamedTuple):
     labels_N: np.ndarray | None = None
     logits_LWHS: np.ndarray | None = None
     ids: np.ndarray | None = None
+    frozen_MD: np.ndarray = np.zeros((0, 0), np.float32)
 
 
 def sections(
-    capture: Capture, instruments: Sequence[str], order: int = 2
+    capture: Capture, instruments: Sequence[str], asked: Asked = USUAL
 ) -> list[Section]:
     """Sections on a model; an instrument whose arrays are not there has none.
 
     Args:
         capture: the arrays.
         instruments: names from `INSTRUMENTS`, in the order of the report.
-        order: of the n-grams of the text.
+        asked: how closely.
 
     Raises:
         ValueError: for an unknown instrument, shapes that disagree or entries that are
@@ -75,7 +76,7 @@ def sections(
     if unknown or not instruments:
         raise ValueError(f"no instrument {unknown}; there are {list(INSTRUMENTS)}.")
     _check(capture)
-    found = [INSTRUMENTS[name](capture, order) for name in instruments]
+    found = [INSTRUMENTS[name](capture, asked) for name in instruments]
     return [section for section in found if section is not None]
 
 
@@ -89,14 +90,13 @@ def mean_loss(capture: Capture) -> float:
     return total / start
 
 
-def _rank(capture, order):
-    del order
+def _rank(capture, asked):
     if not capture.states:
         return None
     vocab, dim = capture.table_VD.shape
     count = len(capture.states[-1])
-    wide = count < vocab
-    ranks = rank.streamed(_by_word(capture) if wide else _by_position(capture))
+    blocks = _by_word if count < vocab else _by_position
+    ranks = rank.streamed(blocks(capture, asked.precision), asked.precision)
     pairs = rank.PairwiseKL()
     for log_p_CV in _by_position(capture):
         pairs.add(log_p_CV)
@@ -113,15 +113,15 @@ def _rank(capture, order):
     return section._replace(reading=section.reading + said)
 
 
-def _saturation(capture, order):
-    del order
+def _saturation(capture, asked):
+    del asked
     states = {capture.name: saturation.layers(capture.states)} if capture.states else {}
     heads = {capture.name: saturation.head(capture.table_VD)}
     return saturation.section(states, heads)
 
 
-def _gradient(capture, order):
-    del order
+def _gradient(capture, asked):
+    del asked
     if capture.labels_N is None:
         return None
     first = slice(0, _GRADIENTS)
@@ -138,21 +138,24 @@ def _gradient(capture, order):
     return gradient.section({capture.name: measured})
 
 
-def _lowrank(capture, order):
+def _lowrank(capture, asked):
     """Heads of every power of two over the tokens that follow in the text alone."""
-    del order
+    del asked
     if capture.labels_N is None:
         return None
-    words_U, labels_N = np.unique(capture.labels_N, return_inverse=True)
-    hidden_ND, table_UD = capture.states[-1], capture.table_VD[words_U]
+    hidden_ND, labels_N = capture.states[-1], capture.labels_N
+    if len(capture.frozen_MD) > len(hidden_ND):
+        hidden_ND = capture.frozen_MD
+        labels_N = capture.ids[1 : len(hidden_ND) + 1]
+    words_U, labels_N = np.unique(labels_N, return_inverse=True)
+    own = lowrank.Own(capture.table_VD[words_U], _bias(capture)[words_U])
     ranks = _powers(hidden_ND.shape[1])
-    found = lowrank.train(hidden_ND, labels_N, len(words_U), ranks, table_UD)
-    return lowrank.section({capture.name: found})
+    return lowrank.section({capture.name: lowrank.cut(hidden_ND, labels_N, ranks, own)})
 
 
-def _argmax(capture, order):
+def _argmax(capture, asked):
     """All words of a small vocabulary, some at even distances of a large one."""
-    del order
+    del asked
     table = capture.table_VD, capture.bias_V
     vocab, dim = capture.table_VD.shape
     words = np.linspace(0, vocab - 1, min(vocab, _WORDS)).astype(int)
@@ -164,17 +167,20 @@ def _argmax(capture, order):
     )
 
 
-def _ngram(capture, order):
+def _ngram(capture, asked):
+    """Up to twice the model's width, unless told otherwise."""
     if capture.ids is None:
         return None
-    table = ngram.next_word(capture.ids, len(capture.table_VD), order)
-    dimensions = min(_DIMENSIONS, *table.matrix_CV.shape)
-    error = ngram.w_error(table.matrix_CV, dimensions)
-    return ngram.section({f"text in tokens of {capture.name}": error})
+    vocab, dim = capture.table_VD.shape
+    table = ngram.next_word(capture.ids, vocab, asked.order)
+    dimensions = min(asked.dimensions or 2 * dim, *table.matrix_CV.shape)
+    title = f"text in tokens of {capture.name}"
+    errors = {title: ngram.w_error(table.matrix_CV, dimensions)}
+    return ngram.section(errors, {title: {capture.name: dim}})
 
 
-def _attention(capture, order):
-    del order
+def _attention(capture, asked):
+    del asked
     if capture.logits_LWHS is None:
         return None
     entering = capture.states[: len(capture.logits_LWHS)]
@@ -182,29 +188,32 @@ def _attention(capture, order):
     return attention_layers.section({capture.name: found})
 
 
-def _by_position(capture) -> Iterator[np.ndarray]:
+def _by_position(capture, precision="float32") -> Iterator[np.ndarray]:
     """log P in blocks of positions."""
-    hidden_ND, bias_V = capture.states[-1], _bias(capture)
-    table_VD = jnp.asarray(capture.table_VD)
+    hidden_ND, table_VD, bias_V = _head(capture, precision)
     for start in range(0, len(hidden_ND), _BLOCK):
         logits_CV = hidden_ND[start : start + _BLOCK] @ table_VD.T + bias_V[None]
-        yield np.asarray(jax.nn.log_softmax(logits_CV))
+        yield special.log_softmax(logits_CV, axis=1)
 
 
-def _by_word(capture) -> Iterator[np.ndarray]:
+def _by_word(capture, precision) -> Iterator[np.ndarray]:
     """The transpose of log P in blocks of words."""
-    hidden_ND, bias_V = jnp.asarray(capture.states[-1]), _bias(capture)
-    table_VD = jnp.asarray(capture.table_VD)
+    hidden_ND, table_VD, bias_V = _head(capture, precision)
     lse_N = np.concatenate(
         [
-            scipy.special.logsumexp(hidden_CD @ table_VD.T + bias_V[None], axis=1)
+            special.logsumexp(hidden_CD @ table_VD.T + bias_V[None], axis=1)
             for hidden_CD in np.split(hidden_ND, range(_BLOCK, len(hidden_ND), _BLOCK))
         ]
     )
     for start in range(0, len(table_VD), _BLOCK):
         stop = start + _BLOCK
         logits_CN = table_VD[start:stop] @ hidden_ND.T + bias_V[start:stop, None]
-        yield np.asarray(logits_CN - lse_N[None])
+        yield logits_CN - lse_N[None]
+
+
+def _head(capture, precision):
+    given = capture.states[-1], capture.table_VD, _bias(capture)
+    return [np.asarray(one, precision) for one in given]
 
 
 def _bias(capture):

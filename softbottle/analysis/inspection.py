@@ -19,6 +19,7 @@ from softbottle.analysis import (
     saturation,
     training,
 )
+from softbottle.analysis.asked import USUAL, Asked
 from softbottle.analysis.report import Section
 from softbottle.data import corpus as corpus_lib
 from softbottle.data.vocab import Corpus
@@ -41,7 +42,7 @@ def of_runs(
     instruments: Sequence[str],
     split: str = "test",
     positions: int = 8192,
-    order: int = 2,
+    asked: Asked = USUAL,
 ) -> list[Section]:
     """Sections on one run, or on several side by side.
 
@@ -50,7 +51,7 @@ def of_runs(
         instruments: names from `INSTRUMENTS`, in the order of the report.
         split: the text that is read, "train", "valid" or "test".
         positions: how much of it.
-        order: of the n-grams of the training text.
+        asked: how closely.
 
     Raises:
         ValueError: for an unknown instrument, a folder without a run, two folders of
@@ -66,17 +67,18 @@ def of_runs(
         name: _subject(workdir, split, positions)
         for name, workdir in zip(names, workdirs, strict=True)
     }
-    sections = [INSTRUMENTS[name](subjects, order) for name in instruments]
+    sections = [INSTRUMENTS[name](subjects, asked) for name in instruments]
     return [section for section in sections if section is not None]
 
 
-def of_arrays(path: pathlib.Path | str) -> list[Section]:
+def of_arrays(path: pathlib.Path | str, asked: Asked = USUAL) -> list[Section]:
     """Sections on a head's or an attention layer's arrays from anywhere.
 
     Args:
         path: an .npz file with `hidden` [N, D] and `table` [V, D], and if there are
             any `bias` [V] and `labels` [N]; or with attention `logits` [R, L] and
             `values` [L, D]; or with all of these.
+        asked: how closely.
 
     Raises:
         ValueError: if an array is missing, has another shape or is not finite.
@@ -92,7 +94,8 @@ def of_arrays(path: pathlib.Path | str) -> list[Section]:
             [arrays["hidden"]],
             arrays.get("labels"),
         )
-        sections += captured.sections(capture, ("rank", "saturation", "gradient"))
+        names = ("rank", "saturation", "gradient")
+        sections += captured.sections(capture, names, asked)
     if {"logits", "values"} <= set(arrays):
         sections.append(_attention_section(arrays["logits"], arrays["values"]))
     if not sections:
@@ -122,15 +125,17 @@ def _subject(workdir, split, positions):
     )
 
 
-def _rank(subjects, order):
-    del order
+def _rank(subjects, asked):
     return rank.section(
-        {name: rank.of_run(one.run, one.ids) for name, one in subjects.items()}
+        {
+            name: rank.of_run(one.run, one.ids, asked.precision)
+            for name, one in subjects.items()
+        }
     )
 
 
-def _saturation(subjects, order):
-    del order
+def _saturation(subjects, asked):
+    del asked
     states, heads = {}, {}
     for name, one in subjects.items():
         inner = training.inner(one.run, one.ids)
@@ -139,9 +144,9 @@ def _saturation(subjects, order):
     return saturation.section(states, heads)
 
 
-def _attention(subjects, order):
+def _attention(subjects, asked):
     """Only where there is attention."""
-    del order
+    del asked
     found = {}
     for name, one in subjects.items():
         if one.run.config.model.backbone == "transformer":
@@ -151,9 +156,9 @@ def _attention(subjects, order):
     return attention_layers.section(found) if found else None
 
 
-def _training(subjects, order):
+def _training(subjects, asked):
     """Only where a run kept its series of checkpoints."""
-    del order
+    del asked
     found = {
         name: saturation.curves(training.checkpoints(one.workdir, one.run, one.ids))
         for name, one in subjects.items()
@@ -162,19 +167,20 @@ def _training(subjects, order):
     return saturation.run_section(found) if found else None
 
 
-def _gradient(subjects, order):
-    del order
+def _gradient(subjects, asked):
+    del asked
     return gradient.section(
         {name: gradient.of_run(one.run, one.ids) for name, one in subjects.items()}
     )
 
 
-def _lowrank(subjects, order):
+def _lowrank(subjects, asked):
     """Heads of every power of two up to the width of the states."""
-    del order
+    del asked
     found = {}
     for name, one in subjects.items():
-        parts = list(evaluate.states(one.run.model, one.run.params, one.ids))
+        model, length = one.run.model, one.run.config.data.eval_length
+        parts = list(evaluate.states(model, one.run.params, one.ids, length))
         hidden_ND, _, labels_N = (np.concatenate(p) for p in zip(*parts, strict=True))
         width, table_VE = hidden_ND.shape[1], _table(one.run)[0]
         ranks = {min(2**power, width) for power in range(width.bit_length() + 1)}
@@ -184,9 +190,9 @@ def _lowrank(subjects, order):
     return lowrank.section(found)
 
 
-def _argmax(subjects, order):
+def _argmax(subjects, asked):
     """Only where the words are ranked by one linear map: softmax heads."""
-    del order
+    del asked
     linear = {
         name: _table(one.run)
         for name, one in subjects.items()
@@ -208,19 +214,20 @@ def _sizes(vocab, dim):
     )
 
 
-def _ngram(subjects, order):
+def _ngram(subjects, asked):
     """One line for each text: runs that were trained on the same one share it."""
     sharing = {}
     for name, one in subjects.items():
         text = np.asarray(one.corpus.train)
         sharing.setdefault(hash(text.tobytes()), (one, text, []))[2].append(name)
-    errors = {}
+    errors, widths = {}, {}
     for one, text, names in sharing.values():
-        table = ngram.next_word(text, len(one.corpus.vocab), order)
-        dimensions = min(_DIMENSIONS, *table.matrix_CV.shape)
-        error = ngram.w_error(table.matrix_CV, dimensions)
-        errors["text of " + ", ".join(names)] = error
-    return ngram.section(errors)
+        table = ngram.next_word(text, len(one.corpus.vocab), asked.order)
+        dimensions = min(asked.dimensions or _DIMENSIONS, *table.matrix_CV.shape)
+        title = "text of " + ", ".join(names)
+        errors[title] = ngram.w_error(table.matrix_CV, dimensions)
+        widths[title] = {name: _table(subjects[name].run)[0].shape[1] for name in names}
+    return ngram.section(errors, widths)
 
 
 def _table(run):

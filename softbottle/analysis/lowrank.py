@@ -1,12 +1,21 @@
 """How many dimensions a head needs: rank-constrained heads on frozen states.
 
-For each rank r a head W = A B, A [V, r] and B [r, D], is trained from scratch on the
-states of a model that does not change, and its loss on states it has not seen is set
-beside the W-error of the model's own table cut to rank r,
+For each rank r a head W = A B, A [V, r] and B [r, D], is trained on the states of a
+model that does not change, and its loss on states it has not seen is set beside the
+W-error of the model's own table cut to rank r,
 
     W-error(r) = ||sigma_{r+1:}||_2 / ||W||_F.
 
 Where the loss stops falling is how many dimensions these states can make use of.
+
+From scratch (`train`) a head needs far more states than it has entries. Where the
+model's own head is softmax(h W' + b) a few thousand states are enough if training
+starts from that table, cut (`cut`): of all A B of rank r the one nearest to it in the
+logits of the states H,
+
+    min ||H (W - A B)'||_F   at   B' = L^-T U_r,  A = W L U_r,   H'H = L L',
+
+U_r being the first r left singular vectors of L' W' (Eckart and Young).
 """
 
 from collections.abc import Sequence
@@ -32,12 +41,23 @@ class LowRank(NamedTuple):
         loss_R: mean loss on unseen states after training, in nats.
         w_error_R: of the model's own table at these ranks; NaN without a table.
         knee: the smallest rank whose loss is within `NEAR` of the best.
+        cut_R: mean loss on unseen states before training, where it began with a cut.
+        own: mean loss of the model's own head on them, where it is known.
     """
 
     ranks_R: np.ndarray
     loss_R: np.ndarray
     w_error_R: np.ndarray
     knee: int
+    cut_R: np.ndarray | None = None
+    own: float | None = None
+
+
+class Own(NamedTuple):
+    """A model's own head, softmax(h W' + b)."""
+
+    table_VD: np.ndarray
+    bias_V: np.ndarray
 
 
 def train(
@@ -70,37 +90,140 @@ def train(
     """
     ranks = sorted(ranks)
     _check(hidden_ND, labels_N, vocab, ranks)
-    # Unit scale, so that one learning rate fits the states of any model.
-    scale = float(np.sqrt(np.mean(np.square(hidden_ND))))
-    hidden_ND = jnp.asarray(hidden_ND / max(scale, 1e-30), jnp.float32)
-    seen = len(hidden_ND) * 9 // 10
-    first, rest = slice(0, seen), slice(seen, None)
-    losses = []
+    split = _split(hidden_ND, labels_N)
+
+    def start(rank):
+        init_key, table_key = jax.random.split(jax.random.key(seed))
+        table_VE = rank**-0.5 * jax.random.normal(table_key, (vocab, rank))
+        params = heads.lowrank(rank).init(init_key, hidden_ND.shape[1], rank)
+        return params, table_VE, jnp.zeros(vocab)
+
+    how = (steps, batch, learning_rate, seed)
+    losses = [_fitted_loss(rank, start(rank), split, how)[1] for rank in ranks]
+    w_error_R = _w_error(table_VE, ranks)
+    return LowRank(np.array(ranks), np.array(losses), w_error_R, _knee(ranks, losses))
+
+
+def cut(
+    hidden_ND: np.ndarray,
+    labels_N: np.ndarray,
+    ranks: Sequence[int],
+    own: Own,
+    steps: int = 300,
+    batch: int = 512,
+    learning_rate: float = 1e-3,
+    seed: int = 0,
+) -> LowRank:
+    """As `train`, but each head starts from the model's own, cut to its rank.
+
+    Args:
+        hidden_ND: frozen states, which the model's own head reads.
+        labels_N: the words that follow them.
+        ranks: from 1 to D.
+        own: the model's own head; its rows are the words there are.
+        steps: Adam steps for each rank, with a cosine fall.
+        batch: states of a step.
+        learning_rate: its peak.
+        seed: of the batches.
+
+    Raises:
+        ValueError: as `train`, and if the table has another width than the states.
+    """
+    ranks, vocab = sorted(ranks), len(own.table_VD)
+    _check(hidden_ND, labels_N, vocab, ranks)
+    if own.table_VD.shape[1:] != hidden_ND.shape[1:]:
+        raise ValueError(
+            f"states {hidden_ND.shape} and table {own.table_VD.shape} differ in width."
+        )
+    split = _split(hidden_ND, labels_N)
+    root_DD, basis_DD = _leading(split.hidden_SD, own.table_VD)
+    how, before, after = (steps, batch, learning_rate, seed), [], []
     for rank in ranks:
-        run = _fit(rank, vocab, steps, min(batch, seen), learning_rate, seed)
-        params = run(hidden_ND[first], jnp.asarray(labels_N[first]))
-        unseen = hidden_ND[rest], jnp.asarray(labels_N[rest])
-        losses.append(float(_mean_loss(rank, params, *unseen)))
+        start = _cut(root_DD, basis_DD[:, :rank], own, split.scale)
+        untrained, trained = _fitted_loss(rank, start, split, how)
+        before.append(untrained)
+        after.append(trained)
+    whole = _cut(root_DD, basis_DD, own, split.scale)
+    own_loss = _mean_loss(len(basis_DD), whole, split.unseen_UD, split.follow_U)
+    found = np.array(ranks), np.array(after), _w_error(own.table_VD, ranks)
+    return LowRank(*found, _knee(ranks, after), np.array(before), float(own_loss))
+
+
+class _Split(NamedTuple):
+    """States of unit scale, so that one learning rate fits those of any model."""
+
+    scale: float
+    hidden_SD: jax.Array
+    labels_S: jax.Array
+    unseen_UD: jax.Array
+    follow_U: jax.Array
+
+
+def _split(hidden_ND, labels_N):
+    scale = max(float(np.sqrt(np.mean(np.square(hidden_ND)))), 1e-30)
+    hidden_ND = jnp.asarray(hidden_ND / scale, jnp.float32)
+    seen, labels_N = len(hidden_ND) * 9 // 10, jnp.asarray(labels_N)
+    return _Split(
+        scale, hidden_ND[:seen], labels_N[:seen], hidden_ND[seen:], labels_N[seen:]
+    )
+
+
+def _leading(hidden_SD, table_VD):
+    """L of H'H / S = L L', and the left singular vectors of L'W', the largest first."""
+    hidden_SD, table_VD = (np.asarray(one, np.float64) for one in (hidden_SD, table_VD))
+    moment_DD = hidden_SD.T @ hidden_SD / len(hidden_SD)
+    # A trace of the identity, since states may leave directions empty.
+    moment_DD += 1e-6 * np.trace(moment_DD) / len(moment_DD) * np.eye(len(moment_DD))
+    root_DD = np.linalg.cholesky(moment_DD)
+    half_DD = root_DD.T @ (table_VD.T @ table_VD) @ root_DD
+    return root_DD, np.linalg.eigh(half_DD)[1][:, ::-1]
+
+
+def _cut(root_DD, basis_DR, own, scale):
+    """The nearest head through these directions, for states over `scale`."""
+    project_DR = np.linalg.solve(root_DD.T, basis_DR)
+    table_VR = own.table_VD @ (root_DD @ basis_DR) * scale
+    # A and B alike in size, so that one learning rate fits both.
+    sizes = [np.sqrt(np.mean(one**2, axis=0)) for one in (table_VR, project_DR)]
+    even_R = np.sqrt(np.maximum(sizes[0], 1e-30) / sizes[1])
+    given = (project_DR * even_R[None], table_VR / even_R[None], own.bias_V)
+    project_DR, table_VR, bias_V = (jnp.asarray(one, jnp.float32) for one in given)
+    return {"project_DE": project_DR}, table_VR, bias_V
+
+
+def _fitted_loss(rank, start, split, how):
+    """Mean losses on unseen states before and after training from `start`."""
+    seen, unseen = split[1:3], split[3:]
+    trained = _fit(rank, *how)(start, *seen)
+    return tuple(float(_mean_loss(rank, one, *unseen)) for one in (start, trained))
+
+
+def _knee(ranks, losses):
     loss_R = np.array(losses)
-    knee = ranks[int(np.argmax(loss_R <= loss_R.min() + NEAR))]
-    return LowRank(np.array(ranks), loss_R, _w_error(table_VE, ranks), knee)
+    return ranks[int(np.argmax(loss_R <= loss_R.min() + NEAR))]
 
 
 def section(found: dict[str, LowRank]) -> report.Section:
     """Models side by side: loss against rank, and against W-error."""
     figure = matplotlib.figure.Figure(figsize=(10, 4), layout="constrained")
     by_rank, by_error = figure.subplots(1, 2)
+    lines = []
     for name, one in found.items():
-        by_rank.plot(one.ranks_R, one.loss_R, marker="o", label=name)
+        (line,) = by_rank.plot(one.ranks_R, one.loss_R, marker="o", label=name)
         by_error.plot(one.w_error_R, one.loss_R, marker="o", label=name)
+        said = (
+            f"{name}: a head of rank {one.knee:,} is as good as any here, "
+            f"{one.loss_R.min():.3f} nats on states it has not seen"
+        )
+        if one.cut_R is not None:
+            colour = line.get_color()
+            by_rank.plot(one.ranks_R, one.cut_R, ":", color=colour, label="untrained")
+            by_rank.axhline(one.own, color=colour, lw=1, label="the model's own head")
+            said += f" (the model's own head, over the same words: {one.own:.3f})"
+        lines.append(said + ".")
     by_rank.set(xlabel="rank of the head", ylabel="loss (nats)", xscale="log")
     by_error.set(xlabel="W-error of the model's own table", ylabel="loss (nats)")
     by_rank.legend()
-    lines = [
-        f"{name}: a head of rank {one.knee:,} is as good as any here, "
-        f"{one.loss_R.min():.3f} nats on states it has not seen."
-        for name, one in found.items()
-    ]
     reading = (
         "Heads of limited rank trained on the model's frozen states. A line that is "
         "still falling at its right end says that the width is the limit."
@@ -110,22 +233,19 @@ def section(found: dict[str, LowRank]) -> report.Section:
     return report.Section("Heads of limited rank", " ".join(lines), figures, numbers)
 
 
-def _fit(rank, vocab, steps, batch, learning_rate, seed):
-    """A compiled training of one head: (states, labels) -> (params, table, bias)."""
+def _fit(rank, steps, batch, learning_rate, seed):
+    """A compiled training of one head: (output, states, labels) -> output."""
     head = heads.lowrank(rank)
     tx = optax.adam(optax.cosine_decay_schedule(learning_rate, steps))
 
     @jax.jit
-    def run(hidden_ND, labels_N):
-        init_key, table_key, step_key = jax.random.split(jax.random.key(seed), 3)
-        table_VE = rank**-0.5 * jax.random.normal(table_key, (vocab, rank))
-        params = head.init(init_key, hidden_ND.shape[1], rank)
-        output = (params, table_VE, jnp.zeros(vocab))
+    def run(output, hidden_ND, labels_N):
+        size = min(batch, len(hidden_ND))
+        weights_B = jnp.full(size, 1 / size)
 
         def step(state, key):
             output, opt_state = state
-            chosen_B = jax.random.randint(key, (batch,), 0, len(hidden_ND))
-            weights_B = jnp.full(batch, 1 / batch)
+            chosen_B = jax.random.randint(key, (size,), 0, len(hidden_ND))
 
             def loss(output):
                 return head.loss(
@@ -135,7 +255,7 @@ def _fit(rank, vocab, steps, batch, learning_rate, seed):
             updates, opt_state = tx.update(jax.grad(loss)(output), opt_state)
             return (optax.apply_updates(output, updates), opt_state), None
 
-        keys = jax.random.split(step_key, steps)
+        keys = jax.random.split(jax.random.fold_in(jax.random.key(seed), 1), steps)
         (output, _), _ = jax.lax.scan(step, (output, tx.init(output)), keys)
         return output
 

@@ -146,11 +146,18 @@ def w_error(
     )
 
 
-def section(errors: dict[str, WError]) -> report.Section:
-    """W-error against dimension, corpora side by side."""
+def section(
+    errors: dict[str, WError], widths: dict[str, dict[str, int]] | None = None
+) -> report.Section:
+    """W-error against dimension, corpora side by side.
+
+    Args:
+        errors: by the corpus's name.
+        widths: by the corpus's name, the widths of models that read it, by theirs.
+    """
     figure = matplotlib.figure.Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.subplots()
-    numbers, halves = {}, []
+    numbers, halves, models = {}, [], []
     for name, error in errors.items():
         dims_D, above_D = np.arange(1, len(error.error_D)), error.error_D[1:]
         (line,) = axes.plot(dims_D, above_D, label=name)
@@ -163,6 +170,13 @@ def section(errors: dict[str, WError]) -> report.Section:
             f"{len(dims_D) if half is None else half:,}"
         )
         numbers[name] = {**error._asdict(), "half_at": half}
+        for model, width in (widths or {}).get(name, {}).items():
+            if width < len(error.error_D):
+                axes.plot(width, error.error_D[width], "o", color=line.get_color())
+                axes.axvline(width, color=line.get_color(), ls="--", lw=1)
+                said = f"{model}, {width:,} wide, must lose {error.error_D[width]:.3f}"
+                models.append(said)
+                numbers[name][f"at the width of {model}"] = error.error_D[width]
     axes.axhline(0.5, color="grey", linestyle=":", linewidth=1)
     axes.set(xlabel="dimensions", ylabel="W-error", ylim=(0, 1.02), xscale="log")
     axes.legend()
@@ -171,9 +185,12 @@ def section(errors: dict[str, WError]) -> report.Section:
         "itself, even when its trunk is perfect. The error is halved at these numbers "
         f"of dimensions: {'; '.join(halves)}."
     )
+    if models:
+        reading += f" {'; '.join(models)}."
     caption = (
         "Each line falls from 1, at no dimensions, towards 0, where the table is "
-        "exact. A shade below a line is how far the truth may lie under it."
+        "exact. A shade below a line is how far the truth may lie under it. Dashed: "
+        "the width of a model."
     )
     figures = [report.Figure("ngram-w-error", figure, caption)]
     return report.Section("Dimensions of the text", reading, figures, numbers)

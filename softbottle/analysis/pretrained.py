@@ -25,11 +25,13 @@ class Reading(NamedTuple):
         text: a file: ids if its name ends in .npy, else text for the model's tokenizer.
         positions: how many tokens the model reads; n-grams are counted in all of them.
         window: S, tokens of a stretch.
+        frozen: how many tokens are read for what the head is given alone, if more.
     """
 
     text: pathlib.Path | str
     positions: int = 2048
     window: int = 512
+    frozen: int = 0
 
 
 def from_gguf(path: pathlib.Path | str, reading: Reading) -> Capture:
@@ -49,8 +51,11 @@ def from_gguf(path: pathlib.Path | str, reading: Reading) -> Capture:
     ids = _ids(reading, lambda text: _gguf_tokenizer(file).encode(text).ids)
     _check_ids(ids, len(table_VD))
     model = llama.load(file)
-    traces = [llama.trace(model, ids_S) for ids_S in _stretches(ids, reading)]
-    return _capture(name, table_VD, None, traces, ids)
+    return _capture(
+        Capture(name, table_VD, ids=ids),
+        lambda ids_S: llama.trace(model, ids_S),
+        reading,
+    )
 
 
 def from_hf(name: pathlib.Path | str, reading: Reading) -> Capture:
@@ -85,8 +90,11 @@ def from_hf(name: pathlib.Path | str, reading: Reading) -> Capture:
     table_VD = head.weight.detach().numpy()
     bias_V = None if head.bias is None else head.bias.detach().numpy()
     _check_ids(ids, len(table_VD))
-    traces = [_trace(torch, model, ids_S) for ids_S in _stretches(ids, reading)]
-    return _capture(folder.name, table_VD, bias_V, traces, ids)
+    return _capture(
+        Capture(folder.name, table_VD, bias_V, ids=ids),
+        lambda ids_S: _trace(torch, model, ids_S),
+        reading,
+    )
 
 
 def _trace(torch, model, ids_S):
@@ -117,20 +125,30 @@ def _trace(torch, model, ids_S):
     return llama.Trace([one[0].numpy() for one in states], logits_LHS.numpy())
 
 
-def _capture(name, table_VD, bias_V, traces, ids):
+def _capture(bare, trace, reading):
+    """A model's head and text, joined by what it holds while it reads."""
+    looked_at = _stretches(bare.ids, reading, reading.positions)
+    traces = [trace(ids_S) for ids_S in looked_at]
     states = [
         np.concatenate(parts)
         for parts in zip(*(one.states for one in traces), strict=True)
     ]
-    logits_LWHS = np.stack([one.logits_LHS for one in traces], axis=1)
-    labels_N = ids[1 : len(states[-1]) + 1]
-    return Capture(name, table_VD, bias_V, states, labels_N, logits_LWHS, ids)
+    last = [states[-1]]
+    if reading.frozen > reading.positions:
+        beyond = _stretches(bare.ids, reading, reading.frozen)[len(looked_at) :]
+        last += [trace(ids_S).states[-1] for ids_S in beyond]
+    return bare._replace(
+        states=states,
+        labels_N=bare.ids[1 : len(states[-1]) + 1],
+        logits_LWHS=np.stack([one.logits_LHS for one in traces], axis=1),
+        frozen_MD=np.concatenate(last),
+    )
 
 
-def _stretches(ids, reading):
+def _stretches(ids, reading, positions):
     """As many whole stretches as there are positions, with a label for the last."""
     window = min(reading.window, reading.positions, len(ids) - 1)
-    count = min(reading.positions, len(ids) - 1) // max(window, 1)
+    count = min(positions, len(ids) - 1) // max(window, 1)
     if window < 2:
         raise ValueError(f"the text has {len(ids)} tokens; three or more are needed.")
     return ids[: count * window].reshape(count, window)

@@ -219,7 +219,8 @@ def blocks(run: Run, ids: np.ndarray, precision: str = "float32") -> Iterator[Bl
         score_CK, lse_CK = ops.scores(*given, **options)
         return Block(log_p_CV[:, :vocab], log_prior_CK, score_CK - lse_CK)
 
-    for hidden_CD, _, labels_C in evaluate.states(model, run.params, ids):
+    length = run.config.data.eval_length
+    for hidden_CD, _, labels_C in evaluate.states(model, run.params, ids, length):
         with jax.enable_x64(precision == "float64"):
             given = model.output(run.params), hidden_CD
             given = jax.tree.map(lambda leaf: jnp.asarray(leaf, precision), given)
@@ -301,8 +302,10 @@ class _Gram:
         if self._rows >= block_CV.shape[1]:
             for block_CV in self._waiting:
                 part_VV = block_CV.T @ block_CV
-                whole = self._gram_VV is None
-                self._gram_VV = part_VV if whole else self._gram_VV + part_VV
+                if self._gram_VV is None:
+                    self._gram_VV = part_VV
+                else:
+                    self._gram_VV += part_VV
             self._waiting = []
 
     def sigma(self):

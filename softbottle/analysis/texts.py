@@ -13,12 +13,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from softbottle.analysis import ngram
+from softbottle.analysis.asked import USUAL, Asked
 from softbottle.analysis.report import Section
 from softbottle.data import vocab as vocab_lib
 
 _OPENERS = {".gz": gzip.open, ".xz": lzma.open}
 _WORKERS = 2
-_DIMENSIONS = 512
+_DIMENSIONS = 512  # of a next-word matrix, unless told otherwise
 
 
 def words(path: pathlib.Path | str) -> np.ndarray:
@@ -49,12 +50,12 @@ def frequent(ids: np.ndarray, vocab: int) -> np.ndarray:
 
 
 def section(
-    paths: Sequence[pathlib.Path | str], order: int, vocab: int = 10_000
+    paths: Sequence[pathlib.Path | str], asked: Asked = USUAL, vocab: int = 10_000
 ) -> Section:
     """W-errors of several texts side by side, each named by its file or folder.
 
     Raises:
-        ValueError: if two share a name, or one is shorter than `order`.
+        ValueError: if two share a name, or one is shorter than the order.
     """
     names = [pathlib.Path(path).resolve().name for path in paths]
     if len(set(names)) < len(names):
@@ -63,10 +64,9 @@ def section(
     length = min(map(len, texts.values()))
     errors = {}
     for name, ids in texts.items():
-        table = ngram.next_word(frequent(ids[:length], vocab), vocab, order)
-        errors[name] = ngram.w_error(
-            table.matrix_CV, min(_DIMENSIONS, *table.matrix_CV.shape)
-        )
+        table = ngram.next_word(frequent(ids[:length], vocab), vocab, asked.order)
+        dimensions = min(asked.dimensions or _DIMENSIONS, *table.matrix_CV.shape)
+        errors[name] = ngram.w_error(table.matrix_CV, dimensions)
     found = ngram.section(errors)
     said = f" Of each text the first {length:,} words, {vocab:,} of them told apart."
     return found._replace(

@@ -5,7 +5,6 @@ what the last layer gives is what the run's perplexity is made of.
 """
 
 import pathlib
-import tempfile
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -70,10 +69,7 @@ def inner(run: Run, ids: np.ndarray) -> Inner:
 
 def steps(workdir: pathlib.Path) -> list[int]:
     """The steps whose parameters a run kept in its series, rising."""
-    folder = workdir / "series"
-    found = folder.iterdir() if folder.is_dir() else ()
-    sealed = [one for one in found if one.name.isdigit() and checkpoint.is_sealed(one)]
-    return sorted(int(one.name) for one in sealed)
+    return checkpoint.sealed_steps(workdir / "series")
 
 
 def checkpoints(
@@ -83,18 +79,10 @@ def checkpoints(
     score = evaluate.make_evaluator(run.model)
     words, length = run.model.options["vocab"], run.config.data.eval_length
     for step in steps(workdir):
-        params = _read(workdir / "series", step, run.params)
+        params, _ = checkpoint.read(workdir / "series", step, run.params)
         table_VE = np.asarray(run.model.output(params)[1][:words])
         last_ND = inner(run._replace(params=params), ids).states[-1]
         yield step, table_VE, last_ND, score(params, ids, 1, length).loss
-
-
-def _read(folder, step, like):
-    """One step of a folder: the newest of a folder that has no other."""
-    with tempfile.TemporaryDirectory() as alone:
-        link = pathlib.Path(alone) / str(step)
-        link.symlink_to((folder / str(step)).absolute(), target_is_directory=True)
-        return checkpoint.read_newest(link.parent, like)[0]
 
 
 def _layers(embedded_BSE, hidden_BSD, kept):

@@ -27,7 +27,7 @@ def summarise(run: Run, corpus: Corpus, workdir: pathlib.Path) -> dict[str, Any]
     """
     truth = synthetic.language(run.config.data.synthetic)
     log_q_TV, previous_T = evaluate.log_probs(
-        run.model, run.params, corpus.test, POSITIONS
+        run.model, run.params, corpus.test, POSITIONS, run.config.data.eval_length
     )
     true_T = truth.log_p_VV[corpus.test[:-1], corpus.test[1:]]
     learned = rank.spectrum(log_q_TV, np.float32)

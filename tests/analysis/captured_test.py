@@ -5,6 +5,7 @@ import pytest
 from scipy import special
 
 from softbottle.analysis import captured, lowrank
+from softbottle.analysis.asked import Asked
 
 
 def make_capture(positions=41, vocab=97, dim=5, bias=True, **changes):
@@ -56,19 +57,49 @@ def test_an_instrument_without_its_arrays_has_no_section():
 def test_heads_of_limited_rank_are_over_the_words_that_occur(monkeypatch):
     asked = []
 
-    def train(*arguments):
+    def cut(*arguments):
         asked.extend(arguments)
         return lowrank.LowRank(np.ones(1), np.ones(1), np.ones(1), 1)
 
-    monkeypatch.setattr(lowrank, "train", train)
+    monkeypatch.setattr(lowrank, "cut", cut)
     words_N = np.random.default_rng(1).choice([5, 8, 60], 41)
     capture = make_capture(labels_N=words_N)
     captured.sections(capture, ["lowrank"])
-    hidden_ND, labels_N, vocab, ranks, table_UD = asked
-    assert vocab == 3 and ranks == [1, 2, 4, 5]
+    hidden_ND, labels_N, ranks, own = asked
+    assert ranks == [1, 2, 4, 5]
     np.testing.assert_array_equal(np.array([5, 8, 60])[labels_N], words_N)
-    np.testing.assert_array_equal(table_UD, capture.table_VD[[5, 8, 60]])
+    np.testing.assert_array_equal(own.table_VD, capture.table_VD[[5, 8, 60]])
+    np.testing.assert_array_equal(own.bias_V, capture.bias_V[[5, 8, 60]])
     np.testing.assert_array_equal(hidden_ND, capture.states[-1])
+
+
+def test_they_are_trained_on_more_of_the_text_where_there_is_more(monkeypatch):
+    asked = []
+    monkeypatch.setattr(lowrank, "cut", lambda *given: asked.extend(given))
+    monkeypatch.setattr(lowrank, "section", lambda found: None)
+    frozen_MD = np.random.default_rng(2).normal(size=(120, 5))
+    capture = make_capture(frozen_MD=frozen_MD)
+    captured.sections(capture, ["lowrank"])
+    hidden_ND, labels_N, _, _ = asked
+    np.testing.assert_array_equal(hidden_ND, frozen_MD)
+    words_U = np.unique(capture.ids[1:121])
+    np.testing.assert_array_equal(words_U[labels_N], capture.ids[1:121])
+
+
+def test_the_width_of_the_model_is_shown_beside_its_text():
+    (section,) = captured.sections(make_capture(), ["ngram"])
+    (found,) = section.numbers.values()
+    assert len(found["error_D"]) == 2 * 5 + 1
+    assert found["at the width of made"] == found["error_D"][5]
+    assert f"made, 5 wide, must lose {found['error_D'][5]:.3f}" in section.reading
+
+
+def test_in_float64_both_tolerances_agree_on_a_softmax():
+    asked = Asked(precision="float64")
+    (section,) = captured.sections(make_capture(), ["rank"], asked)
+    ranks = section.numbers["made"]["ranks"]
+    assert ranks["entries"] == "float64"
+    assert ranks["ranks"] == {"float32": 7, "float64": 7}
 
 
 def test_a_large_vocabulary_is_sampled(monkeypatch):

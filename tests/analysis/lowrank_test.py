@@ -51,6 +51,33 @@ def test_the_same_seed_gives_the_same_losses(found):
     assert np.isnan(again.w_error_R).all()
 
 
+def test_a_cut_is_the_nearest_head_of_its_rank_in_the_logits_of_the_states():
+    hidden_ND, labels_N, table_VD, _ = make_text(WIDTH)
+    hidden_ND = hidden_ND * np.geomspace(1, 30, WIDTH)[None]
+    own = lowrank.Own(table_VD, np.linspace(-1, 1, WORDS))
+    split = lowrank._split(hidden_ND, labels_N)
+    root_DD, basis_DD = lowrank._leading(split.hidden_SD, table_VD)
+    params, table_VR, bias_V = lowrank._cut(root_DD, basis_DD[:, :3], own, split.scale)
+    found_SV = split.hidden_SD @ params["project_DE"] @ table_VR.T
+    logits_SV = hidden_ND[: len(found_SV)] @ table_VD.T
+    left, sigma, right = np.linalg.svd(logits_SV, full_matrices=False)
+    expected_SV = left[:, :3] * sigma[None, :3] @ right[:3]
+    np.testing.assert_allclose(found_SV, expected_SV, atol=1e-4 * sigma[0])
+    np.testing.assert_allclose(bias_V, own.bias_V, rtol=1e-6)
+
+
+def test_heads_that_begin_with_the_model_s_own_know_what_it_knows():
+    hidden_ND, labels_N, table_VD, truth = make_text(rank=4)
+    own = lowrank.Own(table_VD, np.zeros(WORDS))
+    found = lowrank.cut(hidden_ND, labels_N, [1, 2, 4, 7], own, steps=20)
+    assert found.own == pytest.approx(truth, rel=1e-5)
+    # The table is the truth and has rank 4: cutting it there costs nothing.
+    assert found.cut_R[2:] == pytest.approx(truth, rel=1e-4)
+    assert found.knee == 4 and np.all(np.diff(found.cut_R[:3]) < -0.05)
+    assert np.all(found.loss_R[:2] < found.cut_R[:2])
+    assert "own head, over the same words" in lowrank.section({"a": found}).reading
+
+
 def test_the_section_names_the_knee(found):
     section = lowrank.section({"a model": found})
     assert "rank 2 is as good as any" in section.reading
@@ -69,3 +96,6 @@ def test_bad_input_is_an_error_that_names_it():
         lowrank.train(poisoned_ND, labels_N, WORDS, [1])
     with pytest.raises(ValueError, match=r"\(9,\)"):
         lowrank.train(hidden_ND, labels_N[:9], WORDS, [1])
+    with pytest.raises(ValueError, match="differ in width"):
+        own = lowrank.Own(np.ones((WORDS, 3)), np.zeros(WORDS))
+        lowrank.cut(hidden_ND, labels_N, [1], own)

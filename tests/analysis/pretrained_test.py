@@ -56,6 +56,17 @@ def test_whole_stretches_are_read_each_from_its_start(folder, capture):
     assert capture.bias_V is None and capture.name == "tiny"
 
 
+def test_more_of_the_text_is_read_for_the_head_s_states_alone(folder, capture):
+    reading = pretrained.Reading(folder / "ids.npy", POSITIONS, WINDOW, frozen=70)
+    found = pretrained.from_gguf(folder / "tiny.gguf", reading)
+    np.testing.assert_array_equal(found.states[-1], capture.states[-1])
+    assert len(found.frozen_MD) == 4 * WINDOW and len(found.states[-1]) == 2 * WINDOW
+    np.testing.assert_array_equal(found.frozen_MD[: 2 * WINDOW], found.states[-1])
+    model = llama.load(gguf.read(folder / "tiny.gguf"))
+    last = llama.trace(model, found.ids[3 * WINDOW : 4 * WINDOW]).states[-1]
+    np.testing.assert_array_equal(found.frozen_MD[3 * WINDOW :], last)
+
+
 def test_every_instrument_reads_a_pretrained_model(capture):
     sections = captured.sections(capture, captured.QUICK)
     assert len(sections) == len(captured.QUICK)

@@ -194,7 +194,7 @@ def measured(runs):
 def test_a_run_is_measured_as_its_dense_log_probabilities_are(runs, measured):
     run, ids = runs["mos"]
     found = measured["mos"]
-    log_p_TV, _ = evaluate.log_probs(run.model, run.params, ids, len(ids))
+    log_p_TV, _ = evaluate.log_probs(run.model, run.params, ids, len(ids), 70)
     dense = rank.spectrum(log_p_TV, np.float32)
     assert found.ranks.shape == log_p_TV.shape == (len(ids) - 1, WORDS)
     assert found.ranks.entries == "float32"

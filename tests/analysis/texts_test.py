@@ -38,7 +38,7 @@ def test_texts_are_compared_over_as_many_words_each(tmp_path):
     for name, length in lengths.items():
         words = " ".join(map(str, rng.integers(0, 20, length)))
         (tmp_path / name).write_text(words)
-    section = texts.section([tmp_path / name for name in lengths], 2, 50)
+    section = texts.section([tmp_path / name for name in lengths], vocab=50)
     assert section.numbers["words"] == 500
     ids = texts.frequent(texts.words(tmp_path / "long")[:500], 50)
     table = ngram.next_word(ids, 50, 2)
@@ -56,4 +56,4 @@ def test_bad_texts_are_errors(tmp_path):
     with pytest.raises(ValueError, match="UTF-8"):
         texts.words(tmp_path / "a")
     with pytest.raises(ValueError, match="different names"):
-        texts.section([tmp_path / "a", tmp_path / "a"], 2)
+        texts.section([tmp_path / "a", tmp_path / "a"])
