@@ -19,6 +19,11 @@ import matplotlib.figure
 import numpy as np
 
 
+# Letters of 10 points are then 7.5 pixels high at least: on a phone a wide figure is
+# moved sideways under the finger rather than made too small to read.
+_REM_PER_INCH = 3.4
+
+
 class Figure(NamedTuple):
     """A picture and how to read it.
 
@@ -102,8 +107,10 @@ def _figure(folder, figure):
     (folder / f"{figure.name}.png").write_bytes(buffer.getvalue())
     data = base64.b64encode(buffer.getvalue()).decode()
     reading = html.escape(figure.reading)
+    least = _REM_PER_INCH * figure.figure.get_figwidth()
     return (
-        f'<figure><img alt="{reading}" src="data:image/png;base64,{data}">'
+        f'<figure><div><img alt="{reading}" style="min-width: {least:.1f}rem" '
+        f'src="data:image/png;base64,{data}"></div>'
         f"<figcaption>{reading}</figcaption></figure>"
     )
 
@@ -132,16 +139,18 @@ _PAGE = """<!DOCTYPE html>
 :root {{ color-scheme: light dark; --ink: #1c1e21; --paper: #fdfdfc; --soft: #6b7078;
   --line: #dcdee2; }}
 @media (prefers-color-scheme: dark) {{
-  :root {{ --ink: #e6e6e3; --paper: #17181b; --soft: #9aa0a8; --line: #33363b; }} }}
+  :root {{ --ink: #e6e6e3; --paper: #17181b; --soft: #9aa0a8; --line: #33363b; }}
+  img {{ filter: invert(.9) hue-rotate(180deg); }} }}
 body {{ margin: 0 auto; max-width: 60rem; padding: 1rem 1.2rem 4rem; color: var(--ink);
-  background: var(--paper); font: 1rem/1.55 system-ui, sans-serif; }}
+  background: var(--paper); font: 1rem/1.55 system-ui, sans-serif;
+  overflow-wrap: anywhere; }}
 h1 {{ font-size: 1.7rem; line-height: 1.2; }}
 h2 {{ margin-top: 2.5rem; border-bottom: 1px solid var(--line); }}
 figure {{ margin: 1.2rem 0; }}
 img {{ width: 100%; height: auto; background: white; border-radius: .4rem; }}
 figcaption, summary {{ color: var(--soft); }}
-details {{ overflow-x: auto; }}
-table {{ border-collapse: collapse; font-size: .85rem; }}
+details, figure div {{ overflow-x: auto; }}
+table {{ border-collapse: collapse; font-size: .85rem; overflow-wrap: normal; }}
 th, td {{ text-align: left; vertical-align: top; padding: .15rem .6rem .15rem 0;
   font-variant-numeric: tabular-nums; }}
 th {{ font-weight: 500; color: var(--soft); }}
