@@ -8,7 +8,7 @@ so far: every state is remembered, once, with the word that followed it.
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import jax
@@ -68,30 +68,29 @@ def generate(
             hidden_CD = states.send(word)
 
 
-def continuations(
+def make_continuer(
     run: Run,
-    prompts_BP: np.ndarray,
     tokens: int,
     *,
     temperature: float = 1.0,
     top_k: int = 0,
     top_p: float = 1.0,
     cache: bool = False,
-    seed: int = 0,
-) -> np.ndarray:
-    """Words that continue prompts of one length side by side, [B, tokens].
+) -> Callable[[np.ndarray, int], np.ndarray]:
+    """A compiled `go_on(prompts_BP, seed) -> made_BN`: N = `tokens` words a prompt.
 
-    The settings are those of `generate`, and each row is a text of its own. Every word
-    is made in one compiled loop that reads the text so far again, whatever the model.
+    Prompts of one length are continued side by side, each a text of its own, with the
+    settings of `generate`. One loop on the device makes all the words; it reads the
+    text so far again for each, whatever the model.
     """
     _check(run, tokens, temperature, top_k, top_p)
-    model, (rows, first) = run.model, prompts_BP.shape
+    model = run.model
     draw = _drawer(model, temperature, top_k, top_p, cache)
 
     @jax.jit
-    def go_on(params, text_BS, keys):
-        ones_BS = jnp.ones_like(text_BS)
-        entries_M = jnp.arange(first + tokens)
+    def loop(params, text_BS, keys):
+        rows, size = text_BS.shape
+        ones_BS, entries_M = jnp.ones_like(text_BS), jnp.arange(size)
 
         def add(text_BS, step):
             place, key = step
@@ -99,17 +98,20 @@ def continuations(
             batch = Batch(text_BS, follow_BS, ones_BS.astype(jnp.float32), ones_BS)
             hidden_BSD, _ = model.hidden(params, batch, model.initial_carry(rows))
             # The state before the new word is not in the cache: no word follows it yet.
-            seen_BM = jnp.broadcast_to(entries_M < place - 1, text_BS.shape)
+            seen_BM = jnp.broadcast_to((entries_M < place - 1)[None], text_BS.shape)
             memory = given(hidden_BSD, follow_BS, seen_BM, positions=1)
             word_B = draw(params, hidden_BSD[:, place - 1], memory, key)
             return text_BS.at[:, place].set(word_B.astype(text_BS.dtype)), None
 
-        places = jnp.arange(first, first + tokens)
-        return jax.lax.scan(add, text_BS, (places, keys))[0][:, first:]
+        places = jnp.arange(size - tokens, size)
+        return jax.lax.scan(add, text_BS, (places, keys))[0][:, -tokens:]
 
-    text_BS = np.pad(prompts_BP.astype(np.int32), ((0, 0), (0, tokens)))
-    keys = jax.random.split(jax.random.key(seed), tokens)
-    return np.asarray(go_on(run.params, text_BS, keys))
+    def go_on(prompts_BP, seed):
+        text_BS = np.pad(prompts_BP.astype(np.int32), ((0, 0), (0, tokens)))
+        keys = jax.random.split(jax.random.key(seed), tokens)
+        return np.asarray(loop(run.params, text_BS, keys))
+
+    return go_on
 
 
 class _Past(NamedTuple):

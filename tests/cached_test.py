@@ -178,14 +178,14 @@ def test_prompts_side_by_side_go_on_as_each_does_alone(backbone, joined):
     config, model, params = make("trime", backbone)
     run = state.Run(config, WORDS, model, params, 0)
     prompts_BP = np.array([[3, 1, 4], [1, 5, 9], [2, 2, 6]])
-    made_BN = generate.continuations(run, prompts_BP, 7, top_k=1, cache=joined)
+    go_on = generate.make_continuer(run, 7, top_k=1, cache=joined)
     alone = [
         list(generate.generate(run, prompt, 7, top_k=1, cache=joined))
         for prompt in prompts_BP
     ]
-    assert made_BN.tolist() == alone
+    assert go_on(prompts_BP, 0).tolist() == alone
     # One row draws with the keys of one text.
-    one_BN = generate.continuations(run, prompts_BP[:1], 7, cache=joined, seed=4)
+    one_BN = generate.make_continuer(run, 7, cache=joined)(prompts_BP[:1], 4)
     assert one_BN[0].tolist() == list(
         generate.generate(run, prompts_BP[0], 7, cache=joined, seed=4)
     )

@@ -19,6 +19,7 @@ ARGUMENTS = [
     *(("lm1b", head) for head in (*MIXTURES, "softmax", "sigsoftmax")),
     *(("quickstart", head) for head in (*MIXTURES, "softmax", "sigsoftmax")),
     *(("templates", objective) for objective in configs.OBJECTIVES),
+    *(("books", objective) for objective in configs.OBJECTIVES),
 ]
 
 
@@ -59,9 +60,10 @@ def test_every_argument_gives_a_config_that_is_valid(name):
     assert module.get_config().head.name == "mos"
 
 
-def test_every_objective_on_the_templates_is_the_same_model():
-    module = load("templates")
-    assert "configs/templates.py" in module.__doc__
+@pytest.mark.parametrize("name", ["templates", "books"])
+def test_every_objective_has_the_same_model(name):
+    module = load(name)
+    assert f"configs/{name}.py" in module.__doc__
     plain = configs.to_dict(module.get_config("plain"))
     for objective in configs.OBJECTIVES:
         config = configs.validate(module.get_config(objective))
@@ -157,6 +159,7 @@ def test_a_stage_changes_the_optimiser_and_nothing_that_the_model_is(name, head)
         ("quickstart", "mos,finetune", "'moc'"),
         ("templates", "trim", "'trime'"),
         ("templates", "trime,finetun", "'plain'"),
+        ("books", "histaling", "'histalign'"),
     ],
 )
 def test_an_unknown_head_or_stage_is_refused_with_those_there_are(
