@@ -4,6 +4,8 @@
     python launch/bench.py --suite head --sweep components --peers torch --json k.json
     python launch/bench.py --draw k.json,v.json --out docs/results/cost.png
     python launch/bench.py --config configs/ptb.py:mos --vocab 10000 --length 70
+    python launch/bench.py --suite objective --config configs/books.py \
+        --vocab 20000 --length 512
 
 Prints tables, and writes every number to --json. docs/bench.md explains the columns.
 """
@@ -22,7 +24,7 @@ from softbottle.ops import lstm
 
 # What a suite needs is imported when it is run: a step takes the whole training system,
 # a race jax alone.
-SUITES = ("head", "lstm", "step", "decode")
+SUITES = ("head", "lstm", "step", "objective", "decode")
 # The recipes whose steps are compared, and how many words their corpora have.
 RECIPES = {"ptb": ("ptb", 10_000), "wt2": ("wt2", 33_278), "lm1b-100k": ("lm1b", 10**5)}
 
@@ -125,6 +127,15 @@ def _step(ask, seconds):
     return slowdown.run(ask, recipes, PEERS.value, seconds=seconds)
 
 
+def _objective(ask, seconds):
+    from softbottle.bench import objective
+
+    if CONFIG.value is None:
+        raise ValueError("--suite objective needs --config, whose step it times.")
+    sizes = (VOCAB.value, LENGTH.value)
+    return objective.run(ask, CONFIG.value, *sizes, seconds=seconds)
+
+
 def _decode(ask, seconds):
     return race.decode(
         ask,
@@ -148,7 +159,13 @@ def _recipe(name):
     return recipe
 
 
-RUNS = {"head": _head, "lstm": _lstm, "step": _step, "decode": _decode}
+RUNS = {
+    "head": _head,
+    "lstm": _lstm,
+    "step": _step,
+    "objective": _objective,
+    "decode": _decode,
+}
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ def test_a_step_is_timed_whole_and_by_part_and_told_in_one_line(capsys):
     whole = result["head_ms"] + result["recurrence_ms"] + result["rest_ms"]
     assert whole == pytest.approx(result["step_ms"])
     assert result["tokens"] == 15 and result["vocab"] == 13
+    assert result["peak_bytes"] > result["made_bytes"] > 0
     assert result["head_name"] == "mos" and result["components"] == 2
     recurrence, head = 4 * 5 * (3 + 5 + 2), 2 * 3 * (5 + 1) + 5 * 2
     assert result["flop"] == 6 * 15 * (recurrence + head + 13 + 2 * 13 * 3)
