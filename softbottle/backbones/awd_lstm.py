@@ -30,7 +30,7 @@ class AwdLstm(nn.Module):
     widths: tuple[int, ...]
     rates: dropout.Rates = dropout.Rates()
     compute_dtype: str = "float32"
-    implementation: str = "wavefront"  # see ops.lstm.stack
+    implementation: str = "auto"  # see ops.lstm.stack
     unroll: int = 4
 
     def initial_carry(self, rows: int) -> tuple[lstm.Carry, ...]:

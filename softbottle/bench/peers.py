@@ -181,15 +181,21 @@ def _log_space(log_prior_TK, context_TKE, table_VE, bias_V, labels_T):
 def _cut_cross_entropy(log_prior_TK, context_TKE, table_VE, bias_V, labels_T):
     from cut_cross_entropy import linear_cross_entropy
 
-    if "bias" not in inspect.signature(linear_cross_entropy).parameters:
-        raise ValueError("this version of cut_cross_entropy takes no bias.")
     tokens, components = log_prior_TK.shape
+    context_RE = context_TKE.reshape(tokens * components, -1)
+    more = {}
+    if "bias" in inspect.signature(linear_cross_entropy).parameters:
+        more["bias"] = bias_V
+    else:
+        # Releases before the bias: it is one more column, in a block of zeros.
+        table_VE = F.pad(torch.cat([table_VE, bias_V[:, None]], 1), (0, 15))
+        context_RE = F.pad(F.pad(context_RE, (0, 1), value=1.0), (0, 15))
     nll_R = linear_cross_entropy(
-        context_TKE.reshape(tokens * components, -1),
+        context_RE,
         table_VE,
         labels_T.repeat_interleave(components),
-        bias=bias_V,
         reduction="none",
+        **more,
     )
     nll_TK = nll_R.reshape(tokens, components).float()
     return -torch.logsumexp(log_prior_TK - nll_TK, -1).mean()

@@ -16,6 +16,7 @@ A label that is no word of the vocabulary gives NaN, never a plausible loss; run
 `jax.debug_nans(True)` to be taken to the call. A token of weight 0 may hold any label.
 """
 
+import dataclasses
 import importlib
 
 import jax
@@ -115,7 +116,7 @@ def log_probs(
     **options,
 ) -> jax.Array:
     """log P(v) of every word, [T, V]; of the local words under `vocab_axis`."""
-    chosen = Options(**options)
+    chosen = _decoding(options)
     bias_V = _checked(context_TKE, table_VE, bias_V, chosen)
     _check_tokens(context_TKE, log_prior_TK=log_prior_TK)
     lse_TK = _lse(context_TKE, table_VE, bias_V, activation, chosen)
@@ -134,7 +135,7 @@ def top_k(
     **options,
 ) -> tuple[jax.Array, jax.Array]:
     """The k most probable words of each token: (log-probabilities, ids), [T, k]."""
-    chosen = _unsplit(Options(**options), "top_k")
+    chosen = _unsplit(_decoding(options), "top_k")
     bias_V = _checked(context_TKE, table_VE, bias_V, chosen)
     _check_tokens(context_TKE, log_prior_TK=log_prior_TK)
     words = chosen.vocab or table_VE.shape[0]
@@ -156,7 +157,7 @@ def sample(
     **options,
 ) -> jax.Array:
     """One word a token, drawn exactly: a component, then Gumbel-max over it; [T]."""
-    chosen = _unsplit(Options(**options), "sample")
+    chosen = _unsplit(_decoding(options), "sample")
     _implementation(chosen)
     bias_V = _checked(context_TKE, table_VE, bias_V, chosen)
     _check_tokens(context_TKE, log_prior_TK=log_prior_TK)
@@ -190,6 +191,13 @@ def _lse(context_TKE, table_VE, bias_V, activation, options):
         context_TKE, table_VE, bias_V, activation, options
     )
     return parts.over_shards(local_TK, options)
+
+
+def _decoding(options):
+    """The options; a GPU's large blocks, which pay in training, would be [T, K, V]."""
+    chosen = Options(**options)
+    budget_bytes = chosen.budget_bytes or decode.BUDGET_BYTES
+    return dataclasses.replace(chosen, budget_bytes=budget_bytes)
 
 
 def _unsplit(options, name):

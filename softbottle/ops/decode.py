@@ -25,6 +25,8 @@ from softbottle.ops import parts
 from softbottle.ops.activations import Activation
 from softbottle.ops.options import Options, sum_dtype
 
+# Of a block of logits, unless the caller says otherwise.
+BUDGET_BYTES = 32 * 2**20
 # Words that share a key of the noise; a block of a divided table holds a multiple.
 UNIT = 1024
 # Rows of contexts that keep the matrix units busy for one reading of the table.

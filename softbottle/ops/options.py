@@ -21,8 +21,9 @@ class Options:
             split; `vocab` and the labels still count the whole vocabulary.
         implementation: "auto", or one of the names in ops/api.py.
         budget_bytes: what one block of logits may take. None means 32 MiB, and on a
-            GPU 1 GiB or, in `loss`, 4,096 rows of it if that is more: with fewer rows
-            at a time the table's gradient is read and written too often.
+            GPU, but not in decoding, 1 GiB or, in `loss`, 4,096 rows of it if that is
+            more: with fewer rows at a time the table's gradient is read and written
+            too often.
     """
 
     compute_dtype: Any = None
