@@ -8,10 +8,10 @@ W-error of the model's own table cut to rank r,
 
 Where the loss stops falling is how many dimensions these states can make use of.
 
-From scratch (`train`) a head needs far more states than it has entries. Where the
-model's own head is softmax(h W' + b) a few thousand states are enough if training
-starts from that table, cut (`cut`): of all A B of rank r the one nearest to it in the
-logits of the states H,
+From scratch and from labels (`train`) a head needs far more states than it has rows.
+Where the model's own head is softmax(h W' + b) a few thousand are enough to learn from
+that head instead (`cut`): training lowers KL(P_own || P_r), and starts from the A B of
+rank r that is nearest to W in the logits of the states H,
 
     min ||H (W - A B)'||_F   at   B' = L^-T U_r,  A = W L U_r,   H'H = L L',
 
@@ -98,8 +98,13 @@ def train(
         params = heads.lowrank(rank).init(init_key, hidden_ND.shape[1], rank)
         return params, table_VE, jnp.zeros(vocab)
 
-    how = (steps, batch, learning_rate, seed)
-    losses = [_fitted_loss(rank, start(rank), split, how)[1] for rank in ranks]
+    def loss(output, hidden_BD, labels_B):
+        head = heads.lowrank(output[1].shape[1])
+        weights_B = jnp.full(len(labels_B), 1 / len(labels_B))
+        return head.loss(*output, hidden_BD, labels_B, weights_B)
+
+    fit = _fit(loss, steps, batch, learning_rate, seed)
+    losses = [_mean_losses(fit, start(rank), split)[1] for rank in ranks]
     w_error_R = _w_error(table_VE, ranks)
     return LowRank(np.array(ranks), np.array(losses), w_error_R, _knee(ranks, losses))
 
@@ -110,15 +115,15 @@ def cut(
     ranks: Sequence[int],
     own: Own,
     steps: int = 300,
-    batch: int = 512,
+    batch: int = 256,
     learning_rate: float = 1e-3,
     seed: int = 0,
 ) -> LowRank:
-    """As `train`, but each head starts from the model's own, cut to its rank.
+    """As `train`, but each head starts from the model's own, and learns from it.
 
     Args:
         hidden_ND: frozen states, which the model's own head reads.
-        labels_N: the words that follow them.
+        labels_N: the words that follow them, by which heads are judged.
         ranks: from 1 to D.
         own: the model's own head; its rows are the words there are.
         steps: Adam steps for each rank, with a cosine fall.
@@ -137,16 +142,20 @@ def cut(
         )
     split = _split(hidden_ND, labels_N)
     root_DD, basis_DD = _leading(split.hidden_SD, own.table_VD)
-    how, before, after = (steps, batch, learning_rate, seed), [], []
-    for rank in ranks:
-        start = _cut(root_DD, basis_DD[:, :rank], own, split.scale)
-        untrained, trained = _fitted_loss(rank, start, split, how)
-        before.append(untrained)
-        after.append(trained)
     whole = _cut(root_DD, basis_DD, own, split.scale)
-    own_loss = _mean_loss(len(basis_DD), whole, split.unseen_UD, split.follow_U)
-    found = np.array(ranks), np.array(after), _w_error(own.table_VD, ranks)
-    return LowRank(*found, _knee(ranks, after), np.array(before), float(own_loss))
+
+    def loss(output, hidden_BD, labels_B):
+        del labels_B
+        own_BV, log_p_BV = _log_probs(whole, hidden_BD), _log_probs(output, hidden_BD)
+        return -jnp.mean(jnp.sum(jnp.exp(own_BV) * log_p_BV, axis=1))
+
+    fit = _fit(loss, steps, batch, learning_rate, seed)
+    starts = (_cut(root_DD, basis_DD[:, :rank], own, split.scale) for rank in ranks)
+    losses_R2 = np.array([_mean_losses(fit, start, split) for start in starts])
+    before_R, after_R = losses_R2.T
+    found = np.array(ranks), after_R, _w_error(own.table_VD, ranks)
+    own_loss = _mean_loss(whole, split.unseen_UD, split.follow_U)
+    return LowRank(*found, _knee(ranks, after_R), before_R, float(own_loss))
 
 
 class _Split(NamedTuple):
@@ -191,11 +200,18 @@ def _cut(root_DD, basis_DR, own, scale):
     return {"project_DE": project_DR}, table_VR, bias_V
 
 
-def _fitted_loss(rank, start, split, how):
-    """Mean losses on unseen states before and after training from `start`."""
-    seen, unseen = split[1:3], split[3:]
-    trained = _fit(rank, *how)(start, *seen)
-    return tuple(float(_mean_loss(rank, one, *unseen)) for one in (start, trained))
+def _mean_losses(fit, start, split):
+    """On unseen states, before and after training from `start`."""
+    unseen = split.unseen_UD, split.follow_U
+    trained = fit(start, split.hidden_SD, split.labels_S)
+    return tuple(float(_mean_loss(one, *unseen)) for one in (start, trained))
+
+
+def _log_probs(output, hidden_BD):
+    params, table_VE, bias_V = output
+    return jax.nn.log_softmax(
+        (hidden_BD @ params["project_DE"]) @ table_VE.T + bias_V[None]
+    )
 
 
 def _knee(ranks, losses):
@@ -233,26 +249,22 @@ def section(found: dict[str, LowRank]) -> report.Section:
     return report.Section("Heads of limited rank", " ".join(lines), figures, numbers)
 
 
-def _fit(rank, steps, batch, learning_rate, seed):
-    """A compiled training of one head: (output, states, labels) -> output."""
-    head = heads.lowrank(rank)
+def _fit(loss, steps, batch, learning_rate, seed):
+    """A compiled training: (output, states, labels) -> output.
+
+    `loss` maps (output, some of the states, their labels) to what is lowered.
+    """
     tx = optax.adam(optax.cosine_decay_schedule(learning_rate, steps))
 
     @jax.jit
     def run(output, hidden_ND, labels_N):
         size = min(batch, len(hidden_ND))
-        weights_B = jnp.full(size, 1 / size)
 
         def step(state, key):
             output, opt_state = state
             chosen_B = jax.random.randint(key, (size,), 0, len(hidden_ND))
-
-            def loss(output):
-                return head.loss(
-                    *output, hidden_ND[chosen_B], labels_N[chosen_B], weights_B
-                )
-
-            updates, opt_state = tx.update(jax.grad(loss)(output), opt_state)
+            grads = jax.grad(loss)(output, hidden_ND[chosen_B], labels_N[chosen_B])
+            updates, opt_state = tx.update(grads, opt_state)
             return (optax.apply_updates(output, updates), opt_state), None
 
         keys = jax.random.split(jax.random.fold_in(jax.random.key(seed), 1), steps)
@@ -262,8 +274,9 @@ def _fit(rank, steps, batch, learning_rate, seed):
     return run
 
 
-def _mean_loss(rank, output, hidden_ND, labels_N):
-    return jnp.mean(heads.lowrank(rank).nll(*output, hidden_ND, labels_N))
+def _mean_loss(output, hidden_ND, labels_N):
+    head = heads.lowrank(output[1].shape[1])
+    return jnp.mean(head.nll(*output, hidden_ND, labels_N))
 
 
 def _w_error(table_VE, ranks):

@@ -174,19 +174,20 @@ def section(
             if width < len(error.error_D):
                 axes.plot(width, error.error_D[width], "o", color=line.get_color())
                 axes.axvline(width, color=line.get_color(), ls="--", lw=1)
-                said = f"{model}, {width:,} wide, must lose {error.error_D[width]:.3f}"
+                said = f"at {width:,}, the width of {model}, {error.error_D[width]:.3f}"
                 models.append(said)
                 numbers[name][f"at the width of {model}"] = error.error_D[width]
     axes.axhline(0.5, color="grey", linestyle=":", linewidth=1)
     axes.set(xlabel="dimensions", ylabel="W-error", ylim=(0, 1.02), xscale="log")
     axes.legend()
     reading = (
-        "What a model of a given width must lose of the next-word table of the text "
-        "itself, even when its trunk is perfect. The error is halved at these numbers "
-        f"of dimensions: {'; '.join(halves)}."
+        "How much of the text's own next-word table the best table of a given rank "
+        "leaves out: what the text asks for, not what a model loses, since it is a "
+        "softmax's log-probabilities whose rank is limited. The error is halved at "
+        f"these numbers of dimensions: {'; '.join(halves)}."
     )
     if models:
-        reading += f" {'; '.join(models)}."
+        reading += f" It is {'; '.join(models)}."
     caption = (
         "Each line falls from 1, at no dimensions, towards 0, where the table is "
         "exact. A shade below a line is how far the truth may lie under it. Dashed: "

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import matplotlib.figure
 import numpy as np
 
-
 # Letters of 10 points are then 7.5 pixels high at least: on a phone a wide figure is
 # moved sideways under the finger rather than made too small to read.
 _REM_PER_INCH = 3.4

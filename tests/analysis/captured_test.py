@@ -91,7 +91,7 @@ def test_the_width_of_the_model_is_shown_beside_its_text():
     (found,) = section.numbers.values()
     assert len(found["error_D"]) == 2 * 5 + 1
     assert found["at the width of made"] == found["error_D"][5]
-    assert f"made, 5 wide, must lose {found['error_D'][5]:.3f}" in section.reading
+    assert f"at 5, the width of made, {found['error_D'][5]:.3f}" in section.reading
 
 
 def test_in_float64_both_tolerances_agree_on_a_softmax():
