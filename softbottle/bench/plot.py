@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import matplotlib.figure
+import matplotlib.ticker
 import numpy as np
 
 Row = dict[str, Any]
@@ -61,7 +62,9 @@ def _panel(axes, result):
     ):
         mine = [row for row in rows if row["variant"] == variant]
         size, ms, constant, slope = line(mine, sweep)
-        label = f"{variant}: {constant:.2f} ms + {unit * slope:.3g} ms per {per}"
+        # "auto" is what a user gets without asking.
+        name = "softbottle" if variant == "auto" else variant
+        label = f"{name}: {constant:.2f} ms + {unit * slope:.3g} ms per {per}"
         axes.plot(size, ms, "o", color=colour, label=label)
         axes.plot(size, constant + slope * size, "-", color=colour, linewidth=1)
     _, tokens, components, dim, vocab = rows[0]["case"]
@@ -69,6 +72,7 @@ def _panel(axes, result):
     axes.set_title(f"N={tokens}, d={dim}, {fixed} on {result['device']}", fontsize=10)
     axes.set_xlabel(AXES[sweep][1])
     axes.set_ylabel("loss and gradient, ms")
+    axes.xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
     axes.legend(fontsize=8, frameon=False)
