@@ -1,17 +1,21 @@
 """All instruments at once, on runs and on arrays."""
 
+import functools
 import json
 import os
 import pathlib
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
 
-from softbottle import train
-from softbottle.analysis import inspection
+from softbottle import checkpoint, model, state
+from softbottle import config as config_lib
+from softbottle.analysis import inspection, lowrank
 from softbottle.config import Config
+from softbottle.data import corpus
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 WORDS, WIDTH = 13, 3
@@ -28,15 +32,20 @@ def make_config(head):
     config.model.embed_dim = config.model.hidden_dim = 8
     config.model.context_dim, config.model.last_dim = WIDTH, WIDTH
     config.model.table_range = 3.0
-    config.train.steps, config.train.log_every = 3, 3
-    return config
+    return config_lib.validate(config)
 
 
 @pytest.fixture(scope="module")
 def workdirs(tmp_path_factory):
+    """Runs as training leaves them, of random parameters: training is not looked at."""
     folder = tmp_path_factory.mktemp("runs")
     for head in ("mos", "softmax"):
-        train.run(make_config(head), folder / head)
+        config = make_config(head)
+        state.write_run(folder / head, config, corpus.load(config.data).vocab)
+        params = jax.jit(model.make(config, WORDS).init)(jax.random.key(0))
+        best = checkpoint.Checkpoints(folder / head / "best", keep=1)
+        best.save(1, params, {"step": 1})
+        best.close()
     return [folder / "mos", folder / "softmax"]
 
 
@@ -70,7 +79,9 @@ def test_heads_without_one_linear_ranking_have_no_argmax_section(workdirs):
     assert inspection.of_runs(workdirs[:1], ["argmax"], positions=50) == []
 
 
-def test_heads_of_limited_rank_are_trained_on_request(workdirs):
+def test_heads_of_limited_rank_are_trained_on_request(workdirs, monkeypatch):
+    quick = functools.partial(lowrank.train, steps=5)
+    monkeypatch.setattr(inspection.lowrank, "train", quick)
     (section,) = inspection.of_runs(workdirs[1:], ["lowrank"], positions=200)
     assert list(section.numbers["softmax"]["ranks_R"]) == [1, 2, 3]
 

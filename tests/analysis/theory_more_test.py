@@ -3,10 +3,14 @@
 Everything is float64 NumPy, and ranks are counted as they are there.
 """
 
+import pathlib
+import re
+
 import numpy as np
 import pytest
 from scipy import special
 
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 WIDTH, CONTEXTS, WORDS = 3, 61, 59
 
 
@@ -170,3 +174,17 @@ def test_rank_can_rise_to_the_full_while_the_model_gets_worse_or_stays():
         divergence = np.mean(np.sum(np.exp(log_p_CV) * (log_p_CV - log_q_CV), axis=1))
         assert rank_of(log_q_CV) == min(CONTEXTS, WORDS)
         assert (divergence > 0.1) == worse
+
+
+def test_every_test_that_the_page_names_exists_in_the_file_it_names():
+    page = (ROOT / "docs" / "theory.md").read_text()
+    letters = {"T": "tests/theory_test.py", "M": "tests/analysis/theory_more_test.py"}
+    named = re.findall(r"\b([TM])\s+((?:`test_\w+`(?:,\s+)?)+)", page)
+    named = [
+        (letters[letter], test) for letter, tests in named for test in tests.split()
+    ]
+    named += re.findall(r"`(tests/\S+\.py)`\s+(`test_\w+`)", page)
+    assert len(named) == len(re.findall(r"`test_\w+`", page)) > 20
+    for path, test in named:
+        name = test.strip("`,")
+        assert f"def {name}(" in (ROOT / path).read_text(), (path, name)
