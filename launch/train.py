@@ -5,6 +5,13 @@
 
 `file.py:arg` picks a variant, `--config.section.field=value` changes one setting.
 Started again with the same --workdir, a run goes on from its newest checkpoint.
+
+    python launch/train.py --config configs/lm1b.py:mos \
+        --config.mesh.data=-1 --config.mesh.model=4 --distributed
+
+uses every device of every process: on TPU pods, under Slurm and under mpirun jax finds
+the others by itself; elsewhere --coordinator, --processes and --process say who is who.
+--workdir must then be a folder that all of them share.
 """
 
 import pathlib
@@ -13,7 +20,7 @@ import sys
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from softbottle import config, train
+from softbottle import config, sharding, train
 
 CONFIG = config_flags.DEFINE_config_file("config", help_string="A file of configs/.")
 WORKDIR = flags.DEFINE_string(
@@ -21,6 +28,17 @@ WORKDIR = flags.DEFINE_string(
     None,
     "Where checkpoints, metrics and the summary go; by default runs/ and the config's "
     "name, as in runs/quickstart-softmax.",
+)
+DISTRIBUTED = flags.DEFINE_bool(
+    "distributed", False, "This is one of several processes that train together."
+)
+COORDINATOR = flags.DEFINE_string(
+    "coordinator", None, "host:port of process 0, where jax cannot find it by itself."
+)
+PROCESSES = flags.DEFINE_integer("processes", None, "How many there are.")
+PROCESS = flags.DEFINE_integer("process", None, "Which one this is, from 0.")
+HEARTBEAT = flags.DEFINE_integer(
+    "heartbeat_seconds", 60, "Silence after which a process counts as dead."
 )
 
 
@@ -32,6 +50,11 @@ def main(arguments: list[str]) -> None:
         raise app.UsageError("--config is needed, for example configs/quickstart.py")
     # Orbax tells at length, at level info, what it does.
     logging.set_verbosity(logging.WARNING)
+    explicit = (COORDINATOR.value, PROCESSES.value, PROCESS.value)
+    if DISTRIBUTED.value:
+        sharding.join(*explicit, HEARTBEAT.value)
+    elif any(value is not None for value in explicit):
+        raise app.UsageError("--coordinator and its kin need --distributed")
     train.run(CONFIG.value, WORKDIR.value or _default_workdir())
 
 

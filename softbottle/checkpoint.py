@@ -4,6 +4,9 @@ Orbax restores a flipped bit silently and offers a broken newest step as the lat
 So every step folder gets a manifest of its files' hashes as soon as it is complete,
 and a step counts only if its manifest agrees with it. On opening, steps that fail are
 put aside with a loud warning, and the newest good one is what `restore` gives.
+
+In a job of several processes all write their parts of a step and the first one alone
+looks after the folder. Steps hold whole arrays: they restore onto any mesh.
 """
 
 import hashlib
@@ -17,6 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+
+from softbottle import sharding
 
 MANIFEST = "manifest.json"
 
@@ -38,8 +43,10 @@ class Checkpoints:
 
     def __init__(self, folder: pathlib.Path, keep: int | None):
         self._folder = folder.absolute()
-        self._folder.mkdir(parents=True, exist_ok=True)
-        _put_broken_aside(self._folder)
+        if jax.process_index() == 0:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            _put_broken_aside(self._folder)
+        sharding.wait_for_all(f"{folder.name} is in order")
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep, cleanup_tmp_directories=True
         )
@@ -95,6 +102,7 @@ class Checkpoints:
         if self._sealing is not None:
             self._sealing.join()
             self._sealing = None
+            sharding.wait_for_all(f"{self._folder.name} is sealed")
         if self._error is not None:
             error, self._error = self._error, None
             raise self._failure(error) from error
@@ -109,7 +117,8 @@ class Checkpoints:
     def _seal(self, step):
         try:
             self._manager.wait_until_finished()
-            _write_manifest(self._folder / str(step))
+            if jax.process_index() == 0:
+                _write_manifest(self._folder / str(step))
         except BaseException as error:
             # Raised in the caller's thread, by `wait`.
             self._error = error
@@ -144,9 +153,11 @@ def read(folder: pathlib.Path, step: int, like: Any) -> tuple[Any, dict[str, Any
     Raises:
         CheckpointError: if the step is not there, is damaged, or has other shapes.
     """
-    if not is_good(folder / str(step)):
+    # One process reads every byte to check it; the rest go by its seal.
+    is_right = is_good if jax.process_index() == 0 else is_sealed
+    if not is_right(folder / str(step)):
         raise CheckpointError(f"step {step} in {folder} is missing or damaged.")
-    abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, _without_empty(like))
+    abstract = jax.tree.map(_target, _without_empty(like))
     arguments = ocp.args.Composite(
         tree=ocp.args.StandardRestore(abstract), host=ocp.args.JsonRestore()
     )
@@ -183,6 +194,16 @@ def is_good(step_folder: pathlib.Path) -> bool:
         return expected == _hashes(step_folder)
     except (OSError, ValueError):
         return False
+
+
+def _target(leaf):
+    """What to restore a leaf to; without a sharding of its own, the first device."""
+    struct = ocp.utils.to_shape_dtype_struct(leaf)
+    if isinstance(struct, jax.ShapeDtypeStruct) and struct.sharding is None:
+        # Else orbax takes the devices of the run that wrote it, which may be gone.
+        device = jax.local_devices()[0]
+        return struct.update(sharding=jax.sharding.SingleDeviceSharding(device))
+    return struct
 
 
 def _without_empty(tree):

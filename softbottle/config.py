@@ -182,6 +182,14 @@ class Optim(Section):
 
 
 @dataclasses.dataclass
+class Mesh(Section):
+    """How many devices share a run, and how: see sharding.py."""
+
+    data: int = 1  # groups of devices, each with rows of its own; -1: all there are
+    model: int = 1  # devices of a group, each with words of its own
+
+
+@dataclasses.dataclass
 class Train(Section):
     """The loop."""
 
@@ -208,6 +216,7 @@ class Config(Section):
     cache: Cache = dataclasses.field(default_factory=Cache)
     optim: Optim = dataclasses.field(default_factory=Optim)
     train: Train = dataclasses.field(default_factory=Train)
+    mesh: Mesh = dataclasses.field(default_factory=Mesh)
     seed: int = 0
 
 
@@ -318,13 +327,15 @@ def _check_ranges(config):
         "model.hidden_dim model.last_dim model.layers model.attention_heads "
         "model.order model.table_range model.vocab_multiple optim.learning_rate "
         "optim.accumulate optim.patience train.log_every train.checkpoint_every "
-        "data.synthetic.spread data.templates.train_lines data.templates.eval_lines"
+        "data.synthetic.spread data.templates.train_lines data.templates.eval_lines "
+        "mesh.model"
     )
     for name in positive.split():
         if not flat[name] > 0:
             raise ValueError(f"{name} must be positive, got {flat[name]!r}.")
+    signed = ("head.center", "mesh.data")
     for name, value in flat.items():
-        if isinstance(value, int | float) and not value >= 0 and name != "head.center":
+        if isinstance(value, int | float) and not value >= 0 and name not in signed:
             raise ValueError(f"{name} must not be negative, got {value!r}.")
     for name in ["rows", "input", "hidden", "output", "latent", "recurrent"]:
         rate = getattr(config.regularise, name)
@@ -344,6 +355,11 @@ def _check_ranges(config):
         raise ValueError(
             "train.keep must be at least 2, so that a checkpoint is there while the "
             f"next is written; got {config.train.keep}."
+        )
+    if config.mesh.data == 0 or config.mesh.data < -1:
+        raise ValueError(
+            f"mesh.data must be positive, or -1 for all devices; got "
+            f"{config.mesh.data}."
         )
     if not config.train.steps and not config.train.epochs:
         raise ValueError("train.steps and train.epochs are both 0: nothing to train.")
@@ -369,4 +385,13 @@ def _check_widths(config):
         )
 
 
-_SECTION_NAMES = ("data", "head", "model", "regularise", "cache", "optim", "train")
+_SECTION_NAMES = (
+    "data",
+    "head",
+    "model",
+    "regularise",
+    "cache",
+    "optim",
+    "train",
+    "mesh",
+)

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
-from softbottle import heads, metrics
+from softbottle import heads, metrics, sharding
 from softbottle.data import batches
 from softbottle.model import Model
 from softbottle.ops import cache
@@ -42,6 +43,7 @@ def make_evaluator(
     *,
     cached: bool = False,
     cut: Callable[[np.ndarray, int, int], Iterator[batches.Batch]] | None = None,
+    mesh: Mesh | None = None,
 ) -> Callable[..., Evaluation]:
     """A compiled `evaluate(params, ids, rows, length) -> Evaluation`.
 
@@ -52,6 +54,7 @@ def make_evaluator(
         cached: join the head with a cache of the positions of the same batch.
         cut: (ids, rows, length) -> batches, each of which begins anew (data/lines.py);
             None reads the text as contiguous rows.
+        mesh: that of the model.
     """
 
     @jax.jit
@@ -64,14 +67,16 @@ def make_evaluator(
 
     def evaluate(params, ids, rows, length):
         rows = min(rows, len(ids) - 1)
-        carry, count, sums = model.initial_carry(rows), 0, []
+        empty = sharding.padded(mesh, model.initial_carry(rows))
+        carry, count, sums = empty, 0, []
         total, hits = jnp.zeros(()), jnp.zeros((), jnp.int32)
         for index, batch in enumerate(
             (cut or batches.evaluation)(ids, rows, length), 1
         ):
-            total, hits, carry = add(params, batch, carry, total, hits)
+            placed = sharding.padded(mesh, batch)
+            total, hits, carry = add(params, placed, carry, total, hits)
             if cut is not None:
-                carry = model.initial_carry(rows)
+                carry = empty
             count += int(batch.weights_BS.sum())
             # float32 loses digits over millions of tokens: bank it now and then.
             if index % 64 == 0:
@@ -164,14 +169,16 @@ def _empty_past(model, params, window):
 
 
 def states(
-    model: Model, params: Any, ids: np.ndarray, length: int
+    model: Model, params: Any, ids: np.ndarray, rows: int, length: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """What the trunk makes of a text read as one row, a block at a time.
+    """What the trunk makes of a text, a block of positions at a time.
 
     Args:
         model: whose trunk it is.
         params: its parameters.
         ids: the text.
+        rows: that it is cut into and that are read side by side: one keeps the text's
+            order; a recurrent trunk reads several in little more time than one.
         length: of the stretches it is read in, `data.eval_length` for the states that
             a run's perplexity is made of: a transformer sees no farther back.
 
@@ -179,32 +186,31 @@ def states(
         (hidden states [C, D] in float32, the words read [C], the words after them [C]),
         as many whole stretches as make about 1,024 positions.
     """
-    carry, hidden = model.initial_carry(1), jax.jit(model.hidden)
     length = min(length, len(ids) - 1)
-    cut = batches.evaluation(ids, 1, length)
-    while stretches := list(itertools.islice(cut, max(1, _POSITIONS // length))):
+    rows = max(1, min(rows, (len(ids) - 1) // length))
+    carry, hidden = model.initial_carry(rows), jax.jit(model.hidden)
+    cut, together = batches.evaluation(ids, rows, length), _POSITIONS // (rows * length)
+    while stretches := list(itertools.islice(cut, max(1, together))):
         block = []
         for batch in stretches:
             hidden_BSD, carry = hidden(params, batch, carry)
-            real_S = batch.weights_BS[0] > 0
-            hidden_CD = np.asarray(hidden_BSD[0].astype(jnp.float32))[real_S]
-            block.append(
-                (hidden_CD, batch.ids_BS[0][real_S], batch.labels_BS[0][real_S])
-            )
+            real_BS = batch.weights_BS > 0
+            hidden_CD = np.asarray(hidden_BSD.astype(jnp.float32))[real_BS]
+            block.append((hidden_CD, batch.ids_BS[real_BS], batch.labels_BS[real_BS]))
         yield tuple(np.concatenate(part) for part in zip(*block, strict=True))
 
 
 def log_probs(
     model: Model, params: Any, ids: np.ndarray, positions: int, length: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Log-probabilities along the start of a text, read as `states` reads it.
+    """Log-probabilities along the start of a text, read as one row.
 
     Returns:
         (log P [T, V] in float32, the words read [T]), T at most `positions`.
     """
     ids = ids[: positions + 1]
     rows, words = [], []
-    for hidden_TD, previous_T, _ in states(model, params, ids, length):
+    for hidden_TD, previous_T, _ in states(model, params, ids, 1, length):
         rows.append(
             model.head.log_probs(*model.output(params), hidden_TD, **_plain(model))
         )

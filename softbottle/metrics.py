@@ -78,6 +78,22 @@ class Progress:
         self._bar.close()
 
 
+class Silence:
+    """Takes the place of `Writer` and `Progress` in all processes but the first."""
+
+    def write(self, step: int, **values: Any) -> None:
+        """Nothing."""
+
+    def advance(self, step: int) -> None:
+        """Nothing."""
+
+    def say(self, line: str) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing."""
+
+
 class NonFiniteLossError(RuntimeError):
     """The loss or the gradient stopped being a number."""
 
@@ -95,8 +111,8 @@ class Report:
 
     def __init__(
         self,
-        writer: Writer,
-        progress: Progress,
+        writer: Writer | Silence,
+        progress: Progress | Silence,
         every: int,
         seconds: float = 0.0,
         window: Sequence[float] = (0.0, 0.0, 0),

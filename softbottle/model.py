@@ -15,9 +15,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from softbottle import config as config_lib
-from softbottle import heads
+from softbottle import heads, sharding
 from softbottle.backbones import dropout
 from softbottle.backbones import make as make_backbone
 from softbottle.heads import cache
@@ -77,8 +79,12 @@ def make_head(config: config_lib.Head) -> heads.Head:
     }[config.name]()
 
 
-def make(config: config_lib.Config, vocab: int) -> Model:
-    """The model of a config over a vocabulary of this many words."""
+def make(config: config_lib.Config, vocab: int, mesh: Mesh | None = None) -> Model:
+    """The model of a config over a vocabulary of this many words.
+
+    On a mesh `loss`, `nll`, `cached_nll` and `hidden` take parameters and batches that
+    sharding.py has placed there; the head's own functions know nothing of it.
+    """
     head, backbone = make_head(config.head), make_backbone(config)
     cached = heads.cached(head)
     rows = -(-vocab // config.model.vocab_multiple) * config.model.vocab_multiple
@@ -90,6 +96,9 @@ def make(config: config_lib.Config, vocab: int) -> Model:
         "implementation": config.head.implementation,
     }
 
+    def split(function, total=False):
+        return sharding.vocabulary_parallel(mesh, function, total=total)
+
     def init(key):
         return _init(config, head, backbone, rows, key)
 
@@ -99,9 +108,9 @@ def make(config: config_lib.Config, vocab: int) -> Model:
 
     def trunk(params, batch, carry, key):
         keys = None if key is None else jax.random.split(key)
-        embedded_BSE = _embed(config, params["table_VE"], batch.ids_BS, keys)
+        embedded_BSE = _embed(config, mesh, params["table_VE"], batch.ids_BS, keys)
         return backbone.apply(
-            {"params": params["backbone"]},
+            {"params": sharding.constrain(mesh, params["backbone"], P())},
             embedded_BSE.astype(dtype),
             carry,
             batch.segments_BS,
@@ -117,10 +126,12 @@ def make(config: config_lib.Config, vocab: int) -> Model:
         tokens = (states.hidden_BSD, batch.labels_BS, batch.weights_BS)
         penalty = _penalty(config.regularise, states, batch.weights_BS)
         if config.cache.objective == "plain":
-            total = head.loss(*output(params), *map(_flat, tokens), **keywords)
+            total = split(head.loss, True)(
+                *output(params), *map(_flat, tokens), **keywords
+            )
         else:
             tokens = (*tokens, _history(states.hidden_BSD, batch))
-            total = cached.loss(*output(params), *tokens, **keywords)
+            total = split(cached.loss, True)(*output(params), *tokens, **keywords)
         if config.cache.objective == "histalign":
             table_VE = output(params)[1]
             misranked = cache.ranking_loss(table_VE, *tokens, config.cache.margin)
@@ -134,13 +145,14 @@ def make(config: config_lib.Config, vocab: int) -> Model:
     def nll(params, batch, carry):
         hidden_BSD, carry = hidden(params, batch, carry)
         labels_T = _flat(_known_labels(batch))
-        nll_T = head.nll(*output(params), _flat(hidden_BSD), labels_T, **options)
+        tokens = (_flat(hidden_BSD), labels_T)
+        nll_T = split(head.nll)(*output(params), *tokens, **options)
         return _where_real(batch, nll_T.reshape(batch.labels_BS.shape)), carry
 
     def cached_nll(params, batch, carry):
         hidden_BSD, carry = hidden(params, batch, carry)
         memory = _history(hidden_BSD, batch)
-        nll_BS = cached.nll(
+        nll_BS = split(cached.nll)(
             *output(params), hidden_BSD, _known_labels(batch), memory, **options
         )
         hit_BS = cache.best_words(hidden_BSD, memory) == batch.labels_BS
@@ -229,9 +241,12 @@ def _init(config, head, backbone, rows, key):
     return params
 
 
-def _embed(config, table_VE, ids_BS, keys):
+def _embed(config, mesh, table_VE, ids_BS, keys):
     """Rows of the table, whole rows of it dropped in training."""
-    embedded_BSE = table_VE[ids_BS]
+    if mesh is None:
+        embedded_BSE = table_VE[ids_BS]
+    else:
+        embedded_BSE = sharding.lookup(mesh, table_VE, ids_BS)
     rate = config.regularise.rows
     if keys is None or not rate:
         return embedded_BSE

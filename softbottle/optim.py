@@ -91,7 +91,7 @@ def averaged(
 
 def start_averaging(opt_state: Averaged) -> Averaged:
     """The state from which the mean is kept."""
-    return opt_state._replace(active=jnp.ones_like(opt_state.active))
+    return opt_state._replace(active=opt_state.active | True)
 
 
 def is_averaging(opt_state: Any) -> bool:

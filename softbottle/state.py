@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 
 import flax.struct
 import jax
+from jax.sharding import Mesh
 
-from softbottle import checkpoint, model
+from softbottle import checkpoint, model, sharding
 from softbottle import config as config_lib
 from softbottle.data.vocab import Vocab
 
@@ -56,12 +57,17 @@ def write_run(workdir: pathlib.Path, config: config_lib.Config, vocab: Vocab) ->
     temporary.replace(path)
 
 
-def load_run(workdir: pathlib.Path | str, compute_dtype: str | None = None) -> Run:
+def load_run(
+    workdir: pathlib.Path | str,
+    compute_dtype: str | None = None,
+    mesh: Mesh | None = None,
+) -> Run:
     """The model of a run with its best parameters.
 
     Args:
         workdir: the run's folder.
         compute_dtype: of the model's products; None takes that of its training.
+        mesh: where the parameters go; None is the first device.
 
     Raises:
         ValueError: if the folder holds no run.
@@ -74,8 +80,14 @@ def load_run(workdir: pathlib.Path | str, compute_dtype: str | None = None) -> R
     config.model.compute_dtype = compute_dtype or config.model.compute_dtype
     config = config_lib.validate(config)
     vocab = Vocab.load(workdir / "vocab.txt", config.data.lowercase)
-    functions = model.make(config, len(vocab))
+    functions = model.make(config, len(vocab), mesh)
     like = jax.eval_shape(functions.init, jax.random.key(0))
+    if mesh is not None:
+        like = jax.tree.map(
+            lambda leaf, place: leaf.update(sharding=place),
+            like,
+            sharding.place(mesh, like),
+        )
     params, host = checkpoint.read_newest(workdir / "best", like)
     return Run(config, vocab, functions, params, host["step"])
 
@@ -106,7 +118,7 @@ def check_same_model(run: Run, config: config_lib.Config, vocab: Vocab) -> None:
 
 def _check_same(workdir, config, stored):
     """How long a run is and what it prints may change; what it computes may not."""
-    free = ("train.", "data.path", "data.cache")
+    free = ("train.", "mesh.", "data.path", "data.cache")
     different = [
         line
         for line in config_lib.differences(config, stored)

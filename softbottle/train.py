@@ -1,4 +1,4 @@
-"""Training: one pure step, and the loop that feeds it.
+"""Training: the loop that feeds the step.
 
 The key of a step is a function of (seed, step), the batch a function of the stream's
 position, and everything else is in the checkpoint, so a resumed run is the same run.
@@ -8,7 +8,6 @@ never waits for the host.
 
 import contextlib
 import dataclasses
-import functools
 import json
 import math
 import pathlib
@@ -19,13 +18,14 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-import optax
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
 
-from softbottle import checkpoint, evaluate, metrics, optim
+from softbottle import checkpoint, evaluate, metrics, optim, sharding
 from softbottle import config as config_lib
 from softbottle import model as model_lib
 from softbottle import state as state_lib
+from softbottle import step as step_lib
 from softbottle.analysis import ambiguity, curves, truth
 from softbottle.data import corpus as corpus_lib
 from softbottle.data import lines
@@ -51,6 +51,7 @@ class Trainer(NamedTuple):
 
     config: config_lib.Config
     workdir: pathlib.Path
+    mesh: Mesh | None
     corpus: Corpus
     model: model_lib.Model
     step: Callable[..., tuple[TrainState, dict[str, jax.Array]]]
@@ -78,7 +79,7 @@ def run(config: config_lib.Config, workdir: pathlib.Path | str) -> dict[str, Any
         checkpoint.CheckpointError: if a checkpoint cannot be written or read.
     """
     summary = _run(config_lib.validate(config), pathlib.Path(workdir))
-    if summary:
+    if summary and jax.process_index() == 0:
         rows = {config.head.name: summary}
         if summary.get("equal_softmax"):
             rows["softmax, as many parameters"] = summary["equal_softmax"]
@@ -88,77 +89,25 @@ def run(config: config_lib.Config, workdir: pathlib.Path | str) -> dict[str, Any
     return summary
 
 
-def make_step(
-    config: config_lib.Config,
-    model: model_lib.Model,
-    tx: optax.GradientTransformationExtraArgs,
-) -> Callable[..., tuple[TrainState, dict[str, jax.Array]]]:
-    """A compiled `step(state, batch, fresh) -> (state, metrics)`; `state` is donated.
-
-    `fresh` says that the batch begins an epoch, so that no carry fits it. The learning
-    rate is scaled by the batch's true length where lengths vary.
-    """
-    key = jax.random.key(config.seed)
-    schedule = optim.learning_rate(config.optim)
-
-    @functools.partial(jax.jit, donate_argnums=0)
-    def step(state, batch, fresh):
-        rows = batch.ids_BS.shape[0]
-        carry = jax.tree.map(
-            lambda first, last: jnp.where(fresh, first, last),
-            model.initial_carry(rows),
-            state.carry,
-        )
-        grads, loss, carry = _gradient(
-            model,
-            state.params,
-            batch,
-            carry,
-            jax.random.fold_in(key, state.step),
-            config.optim.accumulate,
-        )
-        scale = 1.0
-        if config.data.variable:
-            true_length = jnp.max(jnp.sum(batch.weights_BS, axis=1))
-            scale = true_length / config.data.length
-        updates, opt_state = tx.update(
-            grads, state.opt_state, state.params, scale=scale
-        )
-        measured = {
-            "total": loss.total,
-            "count": loss.count,
-            "penalty": loss.penalty,
-            "grad_norm": optax.tree.norm(grads),
-            "learning_rate": schedule(state.step) * scale,
-        }
-        params = optax.apply_updates(state.params, updates)
-        return TrainState(state.step + 1, params, opt_state, carry), measured
-
-    return step
-
-
-def init_state(
-    config: config_lib.Config,
-    model: model_lib.Model,
-    tx: optax.GradientTransformationExtraArgs,
-) -> TrainState:
-    """The state before the first step."""
-
-    # In one jit, so that no two of its arrays share a buffer: the step donates them.
-    @jax.jit
-    def build():
-        params = model.init(jax.random.fold_in(jax.random.key(config.seed), 2**31))
-        carry = model.initial_carry(config.data.rows)
-        return TrainState(jnp.zeros((), jnp.int32), params, tx.init(params), carry)
-
-    return build()
-
-
 def _run(config, workdir):
+    if jax.process_count() == 1:
+        return _train(config, workdir)
+    try:
+        return _train(config, workdir)
+    except BaseException as error:
+        sharding.leave(error)
+
+
+def _train(config, workdir):
     trainer = _prepare(config, workdir)
     try:
         state, history = _start(trainer)
         state, history, finished = _loop(trainer, state, history)
+    except jax.errors.JaxRuntimeError as error:
+        # Closing the checkpoints would wait for processes that may be dead.
+        if jax.process_count() > 1:
+            sharding.leave(error)
+        raise
     finally:
         for kept in (trainer.latest, trainer.best, trainer.series):
             if kept is not None:
@@ -166,55 +115,30 @@ def _run(config, workdir):
     return _finish(trainer, int(state.step), history) if finished else {}
 
 
-def _gradient(model, params, batch, carry, key, accumulate):
-    """Gradient of the mean loss, the batch's rows taken in `accumulate` parts."""
-    # A part's share of the whole, not its own count: it may be all padding.
-    share = jnp.sum(batch.weights_BS) / accumulate
-
-    def objective(params, batch, carry, key):
-        loss, carry = model.loss(params, batch, carry, key)
-        return loss.total / share + loss.penalty, (loss, carry)
-
-    differentiate = jax.grad(objective, has_aux=True)
-    if accumulate == 1:
-        grads, (loss, carry) = differentiate(params, batch, carry, key)
-        return grads, loss, carry
-
-    def split(array):
-        return array.reshape(accumulate, len(array) // accumulate, *array.shape[1:])
-
-    def add(sums, part):
-        batch, carry, key = part
-        grads, (loss, carry) = differentiate(params, batch, carry, key)
-        return jax.tree.map(jnp.add, sums, (grads, loss)), carry
-
-    zeros = jax.tree.map(jnp.zeros_like, params)
-    sums = (zeros, model_lib.Loss(*jnp.zeros(3)))
-    parts = (*jax.tree.map(split, (batch, carry)), jax.random.split(key, accumulate))
-    (grads, loss), carry = jax.lax.scan(add, sums, parts)
-    carry = jax.tree.map(
-        lambda array: array.reshape(array.shape[0] * array.shape[1], *array.shape[2:]),
-        carry,
-    )
-    grads = jax.tree.map(lambda leaf: leaf / accumulate, grads)
-    return grads, loss._replace(penalty=loss.penalty / accumulate), carry
-
-
 def _prepare(config, workdir):
-    corpus = corpus_lib.load(config.data)
-    state_lib.write_run(workdir, config, corpus.vocab)
-    model = model_lib.make(config, len(corpus.vocab))
+    mesh = sharding.make_mesh(config.mesh)
     data, train = config.data, config.train
+    sharding.check_rows(mesh, data.rows, config.optim.accumulate)
+    corpus = corpus_lib.load(data)
+    if jax.process_index() == 0:
+        state_lib.write_run(workdir, config, corpus.vocab)
+    sharding.wait_for_all("the run is written")
+    model = model_lib.make(config, len(corpus.vocab), mesh)
+    share = {
+        "process_index": jax.process_index(),
+        "process_count": jax.process_count(),
+    }
     cached = config.cache.objective != "plain"
     cut = lines.cut(data, corpus.vocab)
     return Trainer(
         config,
         workdir,
+        mesh,
         corpus,
         model,
-        make_step(config, model, optim.make(config.optim)),
-        evaluate.make_evaluator(model, cached=cached, cut=cut),
-        lines.stream(data, corpus.vocab, corpus.train, config.seed),
+        step_lib.make_step(config, model, optim.make(config.optim), mesh),
+        evaluate.make_evaluator(model, cached=cached, cut=cut, mesh=mesh),
+        lines.stream(data, corpus.vocab, corpus.train, config.seed, **share),
         checkpoint.Checkpoints(workdir / "checkpoints", train.keep),
         checkpoint.Checkpoints(workdir / "best", 1),
         checkpoint.Checkpoints(workdir / "series", None) if train.series else None,
@@ -223,37 +147,40 @@ def _prepare(config, workdir):
 
 def _start(trainer):
     """The newest checkpoint's state and history, or those of a new run."""
-    config = trainer.config
-    state = init_state(config, trainer.model, optim.make(config.optim))
+    config, mesh = trainer.config, trainer.mesh
+    state = step_lib.init_state(config, trainer.model, optim.make(config.optim), mesh)
     history = History()
     if trainer.latest.latest() is not None:
         state, host = trainer.latest.restore(state)
         trainer.stream.seek(host["position"])
         history = History(**host["history"])
     elif config.train.init_from:
-        start = state_lib.load_run(config.train.init_from)
+        start = state_lib.load_run(config.train.init_from, mesh=mesh)
         state_lib.check_same_model(start, config, trainer.corpus.vocab)
-        opt_state = jax.jit(optim.make(config.optim).init)(start.params)
-        state = state.replace(params=start.params, opt_state=opt_state)
+        placed = jax.tree.map(lambda leaf: leaf.sharding, state.opt_state)
+        init = jax.jit(optim.make(config.optim).init, out_shardings=placed)
+        state = state.replace(params=start.params, opt_state=init(start.params))
     # What was kept after the step that we go on from will be met again.
     for kept in (trainer.best, trainer.series):
         if kept is not None:
             kept.forget_after(int(state.step))
     if trainer.best.latest() is None:
         history.best, history.evaluated = math.inf, -1
-    # On one device from the start, or the second step would be compiled again.
-    return jax.device_put(state, jax.devices()[0]), history
+    if mesh is None:
+        # On one device from the start, or the second step would be compiled again.
+        state = jax.device_put(state, jax.devices()[0])
+    return state, history
 
 
 def _loop(trainer, state, history):
     """Step until the run's bound, a stop rule or a signal to stop."""
     train, stream = trainer.config.train, trainer.stream
-    step = int(state.step)
+    step, rows = int(state.step), trainer.config.data.rows
     report = _report(trainer, step, history)
     with _termination() as asked_to_stop, contextlib.closing(report):
         while _goes_on(train, step, stream.epoch, history):
             epoch, position = stream.epoch, stream.position
-            batch = stream.next()
+            batch = sharding.to_mesh(trainer.mesh, stream.next(), rows)
             state, measured = trainer.step(state, batch, stream.starts_epoch)
             step += 1
             report.add(step, position, measured)
@@ -265,7 +192,7 @@ def _loop(trainer, state, history):
             if train.series and _is_logarithmic(step):
                 report.settle()
                 trainer.series.save(step, state.params, {"step": step})
-            stopping = asked_to_stop.is_set()
+            stopping = asked_to_stop(step)
             if step % train.checkpoint_every == 0 or stopping:
                 report.settle()
                 _save(trainer, state, history, report)
@@ -288,11 +215,15 @@ def _report(trainer, step, history):
         "config": config_lib.to_dict(config),
         "versions": {"python": platform.python_version(), "jax": jax.__version__},
         "device": jax.devices()[0].device_kind,
+        "devices": 1 if trainer.mesh is None else trainer.mesh.size,
     }
     total = config.train.steps or config.train.epochs * trainer.stream.steps_per_epoch
+    speaks = jax.process_index() == 0
     return metrics.Report(
-        metrics.Writer(trainer.workdir, step, start),
-        metrics.Progress(total, step, config.head.name),
+        metrics.Writer(trainer.workdir, step, start) if speaks else metrics.Silence(),
+        metrics.Progress(total, step, config.head.name)
+        if speaks
+        else metrics.Silence(),
         config.train.log_every,
         history.seconds,
         history.window,
@@ -351,7 +282,7 @@ def _save(trainer, state, history, report):
 def _finish(trainer, step, history):
     """Test the best parameters, write summary.json and print it."""
     config, workdir = trainer.config, trainer.workdir
-    best = state_lib.load_run(workdir)
+    best = state_lib.load_run(workdir, mesh=trainer.mesh)
     data = config.data
     test = trainer.evaluate(
         best.params, trainer.corpus.test, data.test_rows, data.eval_length
@@ -366,31 +297,47 @@ def _finish(trainer, step, history):
         "parameters": model_lib.count_parameters(best.params, vocab),
         "seconds": round(history.seconds, 3),
     }
-    curves.write(workdir, f"{config.head.name} on {data.name}")
-    if data.name == "synthetic":
-        summary |= truth.summarise(best, trainer.corpus, workdir)
-    if data.name == "templates":
-        summary |= ambiguity.summarise(best, trainer.corpus)
+    if trainer.mesh is not None:
+        # The instruments read a model on one device.
+        model = model_lib.make(config, vocab)
+        best = best._replace(model=model, params=sharding.whole(best.params))
+    if jax.process_index() == 0:
+        summary |= _inspect(best, trainer.corpus, workdir)
     if config.train.equal_softmax:
         rival = model_lib.equal_softmax(config, vocab, summary["parameters"])
         rival = config_lib.validate(rival)
         summary["equal_softmax"] = _run(rival, workdir / "equal_softmax")
         if not summary["equal_softmax"]:
             return {}
-    (workdir / "summary.json").write_text(json.dumps(summary, indent=2))
+    if jax.process_index() == 0:
+        (workdir / "summary.json").write_text(json.dumps(summary, indent=2))
+    sharding.wait_for_all("the summary is written")
     return summary
 
 
+def _inspect(best, corpus, workdir):
+    """Draw the run's curves, and measure what its corpus lets one measure."""
+    name = best.config.data.name
+    curves.write(workdir, f"{best.config.head.name} on {name}")
+    if name == "synthetic":
+        return truth.summarise(best, corpus, workdir)
+    return ambiguity.summarise(best, corpus) if name == "templates" else {}
+
+
 @contextlib.contextmanager
-def _termination() -> Iterator[threading.Event]:
-    """An event that SIGTERM sets, so that a preempted run can save and leave."""
+def _termination() -> Iterator[Callable[[int], bool]]:
+    """Whether to save and leave after a step, because of a SIGTERM."""
+    if jax.process_count() > 1:
+        # jax's own watch: the same step in all processes, whichever was asked.
+        yield multihost_utils.reached_preemption_sync_point
+        return
     asked = threading.Event()
     if threading.current_thread() is not threading.main_thread():
-        yield asked
+        yield lambda step: asked.is_set()
         return
     before = signal.signal(signal.SIGTERM, lambda *_: asked.set())
     try:
-        yield asked
+        yield lambda step: asked.is_set()
     finally:
         signal.signal(signal.SIGTERM, before)
 

@@ -27,6 +27,7 @@ FLOORS = {
     "softbottle.generate": 3,
     "softbottle.export": 3,
     "softbottle.analysis": 4,
+    "softbottle.step": 3,
     "softbottle.train": 5,
     "softbottle.sweep": 6,
     "softbottle.objectives": 6,

@@ -9,6 +9,7 @@ import pytest
 from softbottle import config as configs
 from softbottle import metrics, train
 from softbottle import model as models
+from softbottle import step as step_lib
 from softbottle.data import batches, corpus
 from softbottle.data.batches import Batch, Stream
 from tests.configs_test import load
@@ -68,7 +69,7 @@ def text(tmp_path_factory):
 def trained(text, tmp_path_factory):
     """(config, workdir, summary, compiled shapes of the step) of a run from scratch."""
     workdir = tmp_path_factory.mktemp("run")
-    steps, make_step = [], train.make_step
+    steps, make_step = [], step_lib.make_step
 
     def watched(*arguments):
         steps.append(make_step(*arguments))
@@ -78,7 +79,7 @@ def trained(text, tmp_path_factory):
         model__layers=1, optim__patience=1, train__epochs=EPOCHS, **text
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "make_step", watched)
+        patch.setattr(step_lib, "make_step", watched)
         patch.setattr(batches, "WIDTHS", WIDTHS)  # each is seconds of compiling
         summary = train.run(config, workdir)
     return config, workdir, summary, steps[0]._cache_size()

@@ -15,6 +15,7 @@ import pytest
 
 from softbottle import checkpoint, metrics, model, optim, state, train
 from softbottle import config as configs
+from softbottle import step as step_lib
 from softbottle.data import synthetic
 from softbottle.data.batches import Stream
 
@@ -92,7 +93,7 @@ def valid_losses(workdir):
 
 def final_state(config, workdir):
     functions = model.make(config, config.data.synthetic.words)
-    like = train.init_state(config, functions, optim.make(config.optim))
+    like = step_lib.init_state(config, functions, optim.make(config.optim))
     checkpoints = checkpoint.Checkpoints(workdir / "checkpoints", 2)
     try:
         return checkpoints.restore(like)
@@ -109,7 +110,7 @@ class Parts:
         corpus = synthetic.corpus(data.synthetic)
         self.model = model.make(config, len(corpus.vocab))
         self.tx = optim.make(config.optim)
-        self.step = train.make_step(config, self.model, self.tx)
+        self.step = step_lib.make_step(config, self.model, self.tx)
         self.stream = Stream(
             corpus.train,
             data.rows,
@@ -121,7 +122,7 @@ class Parts:
         self.widths, self.rates = set(), []
 
     def start(self):
-        state = train.init_state(self.config, self.model, self.tx)
+        state = step_lib.init_state(self.config, self.model, self.tx)
         # As a restored state is: tied to its device. One that is not would be a
         # second signature of the step, and count as a compilation of its own.
         return jax.device_put(state, jax.devices()[0])
@@ -325,7 +326,7 @@ def test_recurrent_training_in_two_parts_is_bit_for_bit_that_in_one(tmp_path):
 def test_a_step_is_traced_once_for_batches_of_one_width():
     parts = Parts(tiny())
     loss = chex.assert_max_traces(parts.model.loss, n=1)
-    step = train.make_step(parts.config, parts.model._replace(loss=loss), parts.tx)
+    step = step_lib.make_step(parts.config, parts.model._replace(loss=loss), parts.tx)
     parts.step = step
     origin = parts.stream.position
     first = parts.go(parts.start(), 25)
@@ -446,6 +447,7 @@ def test_a_run_stopped_beside_its_rival_says_so_and_goes_on(tmp_path, monkeypatc
 
 CONFIG = """
 from softbottle import config as configs
+from softbottle import step as step_lib
 
 def get_config():
     return configs.from_dict({values!r})

@@ -15,7 +15,8 @@ import numpy as np
 
 from softbottle import config as config_lib
 from softbottle import model as model_lib
-from softbottle import optim, train
+from softbottle import optim
+from softbottle import step as step_lib
 from softbottle.backbones import make as make_backbone
 from softbottle.bench import measure as measuring
 from softbottle.bench import timing
@@ -68,7 +69,7 @@ def measure(
     model = model_lib.make(config, vocab)
     tx = optim.make(config.optim)
     batch = _random_batch(config, vocab, length)
-    state = train.init_state(config, model, tx)
+    state = step_lib.init_state(config, model, tx)
 
     def milliseconds(function):
         return timing.milliseconds(function, jax.block_until_ready, seconds)
@@ -79,7 +80,7 @@ def measure(
     if backbone not in _RECURRENCES:
         recurrence = _recurrence(config, state.params, batch, model.initial_carry)
         _RECURRENCES[backbone] = milliseconds(recurrence)
-    step = train.make_step(config, model, tx).lower(state, batch, False).compile()
+    step = step_lib.make_step(config, model, tx).lower(state, batch, False).compile()
     held = [state]
 
     def whole():

@@ -36,6 +36,7 @@ class Lines:
         length: positions of a row.
         answers: whether only the last word of a line counts.
         seed: the order is a function of (seed, epoch).
+        process_index, process_count: which share of the rows to return.
 
     Raises:
         ValueError: if there are fewer lines than rows, or one is longer than a row.
@@ -52,7 +53,11 @@ class Lines:
         *,
         answers: bool,
         seed: int = 0,
+        process_index: int = 0,
+        process_count: int = 1,
     ):
+        share = rows // process_count
+        self._share = slice(share * process_index, share * (process_index + 1))
         self._lines, self._eos = split(ids, eos, length, answers), eos
         if len(self._lines) < rows:
             raise ValueError(f"{len(self._lines)} lines are too few for {rows} rows.")
@@ -89,12 +94,12 @@ class Lines:
             random = np.random.default_rng((self._seed, self._epoch))
             self._order = self._epoch, random.permutation(len(self._lines))
         first = self._batches * self._shape[0]
-        chosen = self._order[1][first : first + self._shape[0]]
+        chosen = self._order[1][first : first + self._shape[0]][self._share]
         chosen = [self._lines[index] for index in chosen]
         self._batches += 1
         if self._batches == self.steps_per_epoch:
             self._epoch, self._batches = self._epoch + 1, 0
-        return _batch(chosen, self._eos, *self._shape, self._answers)
+        return _batch(chosen, self._eos, len(chosen), self._shape[1], self._answers)
 
 
 class Packed(Stream):
@@ -105,10 +110,11 @@ class Packed(Stream):
         eos: that id.
         rows: rows of a batch.
         length: positions of a row.
+        share: `process_index` and `process_count`, as of a `Stream`.
     """
 
-    def __init__(self, ids: np.ndarray, eos: int, rows: int, length: int):
-        super().__init__(ids, rows, length)
+    def __init__(self, ids: np.ndarray, eos: int, rows: int, length: int, **share: int):
+        super().__init__(ids, rows, length, **share)
         self._eos = eos
 
     def next(self) -> Batch:
@@ -116,20 +122,26 @@ class Packed(Stream):
         return _apart(super().next(), self._eos)
 
 
-def stream(config: config_lib.Data, vocab: Vocab, ids: np.ndarray, seed: int):
-    """The training batches of a config: a `batches.Stream` or `Lines`."""
+def stream(
+    config: config_lib.Data, vocab: Vocab, ids: np.ndarray, seed: int, **share: int
+):
+    """The training batches of a config: a `batches.Stream` or `Lines`.
+
+    `share` is `process_index` and `process_count`: which of the rows to return.
+    """
     shape = (config.rows, config.length)
     if config.unit == "packed":
-        return Packed(ids, vocab.eos, *shape)
+        return Packed(ids, vocab.eos, *shape, **share)
     if config.unit != "stream":
         answers = config.unit == "answers"
-        return Lines(ids, vocab.eos, *shape, answers=answers, seed=seed)
+        return Lines(ids, vocab.eos, *shape, answers=answers, seed=seed, **share)
     return Stream(
         ids,
         *shape,
         variable=config.variable,
         max_delta=config.max_delta,
         seed=seed,
+        **share,
     )
 
 

@@ -1,0 +1,251 @@
+"""Where arrays live: a mesh of (data, model), and the rules that place them on it.
+
+    rows of a batch       over data and model together: every device runs the trunk on
+                          rows of its own
+    tables and biases     rows, which are words, over model, and with them all that an
+                          optimiser keeps about them
+    other large arrays    over data, gathered whole when they are used
+    everything else       on every device
+
+A table is never gathered. A word's row is found by the shard that has it and the rest
+add zeros; the head computes its shard's part of each normaliser for all tokens of its
+data group, and only [tokens]-sized sums cross the mesh (ops/options.py, `vocab_axis`).
+
+Devices are put on the mesh process by process, so that the model axis stays within a
+host as long as it fits, and the rows of a process are a contiguous share of the batch.
+"""
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from softbottle import config as config_lib
+
+DATA, MODEL = "data", "model"
+ROWS = P((DATA, MODEL))
+# By the last part of a parameter's path: their rows are words.
+TABLES = ("table_VE", "output_VE", "bias_V")
+# Smaller arrays are cheaper to keep than to gather.
+SPLIT_ABOVE = 2**12
+# The exit status of a process that leaves because the job is broken.
+BROKEN = 70
+
+
+def make_mesh(
+    config: config_lib.Mesh, devices: Sequence[jax.Device] | None = None
+) -> Mesh | None:
+    """The mesh of a config; None if it is a single device.
+
+    Args:
+        config: `data` and `model`; data = -1 takes as many as there are devices for.
+        devices: all that there are; by default jax's own.
+
+    Raises:
+        ValueError: if there are too few devices, or some of a job would be left out.
+    """
+    devices = list(jax.devices() if devices is None else devices)
+    devices.sort(key=lambda device: (device.process_index, device.id))
+    model = config.model
+    data = len(devices) // model if config.data == -1 else config.data
+    if not 1 <= data * model <= len(devices):
+        raise ValueError(
+            f"a mesh of mesh.data={config.data} by mesh.model={model} needs "
+            f"{max(1, data) * model} devices; there are {len(devices)}."
+        )
+    if data * model < len(devices) and devices[-1].process_index > 0:
+        raise ValueError(
+            f"a mesh of {data} by {model} leaves out {len(devices) - data * model} of "
+            f"the job's {len(devices)} devices; mesh.data=-1 takes all."
+        )
+    if data * model == 1:
+        return None
+    grid = np.array(devices[: data * model]).reshape(data, model)
+    return Mesh(grid, (DATA, MODEL), axis_types=(AxisType.Auto,) * 2)
+
+
+def check_rows(mesh: Mesh | None, rows: int, accumulate: int = 1) -> None:
+    """Raise ValueError unless a batch can be shared out."""
+    if mesh is not None and rows % (mesh.size * accumulate):
+        parts = f" in {accumulate} parts" if accumulate > 1 else ""
+        raise ValueError(
+            f"data.rows={rows}{parts} cannot be shared by {mesh.size} devices: take a "
+            f"multiple of {mesh.size * accumulate}."
+        )
+
+
+def place(mesh: Mesh, shapes: Any) -> Any:
+    """The sharding of every leaf of a tree of parameters or optimiser state."""
+
+    def rule(path, leaf):
+        name = _last_name(path)
+        if name in TABLES:
+            if leaf.shape[0] % mesh.shape[MODEL]:
+                raise ValueError(
+                    f"{name} has {leaf.shape[0]} rows, which {mesh.shape[MODEL]} "
+                    "devices cannot share: set model.vocab_multiple to a multiple of "
+                    "mesh.model."
+                )
+            return P(MODEL)
+        even = [size if size % mesh.shape[DATA] == 0 else 0 for size in leaf.shape]
+        if leaf.size < SPLIT_ABOVE or not any(even):
+            return P()
+        axis = int(np.argmax(even))
+        return P(*[None] * axis, DATA)
+
+    return jax.tree.map_with_path(
+        lambda path, leaf: NamedSharding(mesh, rule(path, leaf)), shapes
+    )
+
+
+def by_rows(mesh: Mesh, tree: Any) -> Any:
+    """The sharding of a tree of arrays whose first axis is a batch's rows."""
+    return jax.tree.map(lambda _: NamedSharding(mesh, ROWS), tree)
+
+
+def everywhere(mesh: Mesh, tree: Any) -> Any:
+    """The sharding of a tree that every device has a copy of."""
+    return jax.tree.map(lambda _: NamedSharding(mesh, P()), tree)
+
+
+def to_mesh(mesh: Mesh | None, batch: Any, rows: int) -> Any:
+    """A batch of `rows` rows on the mesh, from the rows that this process read."""
+    if mesh is None:
+        return batch
+    sharding = NamedSharding(mesh, ROWS)
+    return jax.tree.map(
+        lambda array: jax.make_array_from_process_local_data(
+            sharding, array, (rows, *array.shape[1:])
+        ),
+        batch,
+    )
+
+
+def padded(mesh: Mesh | None, batch: Any) -> Any:
+    """A batch that every process has, on the mesh; rows of zeros fill it up."""
+    if mesh is None:
+        return batch
+    sharding = NamedSharding(mesh, ROWS)
+
+    def move(array):
+        beyond = ((0, -len(array) % mesh.size), *((0, 0),) * (array.ndim - 1))
+        array = np.pad(array, beyond)
+        return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
+
+    return jax.tree.map(move, batch)
+
+
+def whole(tree: Any) -> Any:
+    """The tree's arrays on the host, gathered from all processes."""
+    if jax.process_count() == 1:
+        return jax.tree.map(np.asarray, tree)
+    return multihost_utils.process_allgather(tree, tiled=True)
+
+
+def lookup(mesh: Mesh, table_VE: jax.Array, ids_BS: jax.Array) -> jax.Array:
+    """table_VE[ids_BS] of a split table, [B, S, E], by rows of the batch."""
+
+    def local(table_WE, ids_BS):
+        row_BS = ids_BS - jax.lax.axis_index(MODEL) * table_WE.shape[0]
+        mine_BS = (row_BS >= 0) & (row_BS < table_WE.shape[0])
+        found_BSE = table_WE[jnp.where(mine_BS, row_BS, 0)]
+        found_BSE = jnp.where(mine_BS[:, :, None], found_BSE, 0.0)
+        return jax.lax.psum_scatter(found_BSE, MODEL, scatter_dimension=0, tiled=True)
+
+    return jax.shard_map(
+        local, mesh=mesh, in_specs=(P(MODEL), P(DATA)), out_specs=ROWS
+    )(table_VE, ids_BS)
+
+
+def vocabulary_parallel(
+    mesh: Mesh | None, function: Callable[..., jax.Array], *, total: bool
+) -> Callable[..., jax.Array]:
+    """A head's function of (params, table_VE, bias_V, *tokens) with a split table.
+
+    The tokens' arrays, and `latent_mask`, have tokens or rows as their first axis.
+
+    Args:
+        mesh: None gives the function itself.
+        function: of heads/base.py or heads/cache.py.
+        total: whether it returns a sum over tokens, not an array of them.
+    """
+    if mesh is None:
+        return function
+
+    def call(params, table_VE, bias_V, *tokens, latent_mask=None, **options):
+        def local(params, table_VE, bias_V, tokens, latent_mask):
+            named = {} if latent_mask is None else {"latent_mask": latent_mask}
+            value = function(
+                params, table_VE, bias_V, *tokens, vocab_axis=MODEL, **named, **options
+            )
+            return jax.lax.psum(value, DATA) if total else value
+
+        split = jax.shard_map(
+            local,
+            mesh=mesh,
+            in_specs=(P(), P(MODEL), P(MODEL), P(DATA), P(DATA)),
+            out_specs=P() if total else P(DATA),
+        )
+        return split(params, table_VE, bias_V, tokens, latent_mask)
+
+    return call
+
+
+def constrain(mesh: Mesh | None, tree: Any, spec: P) -> Any:
+    """The tree, with every array placed so inside jit."""
+    if mesh is None:
+        return tree
+    return jax.lax.with_sharding_constraint(tree, NamedSharding(mesh, spec))
+
+
+def join(
+    coordinator: str | None,
+    processes: int | None,
+    process: int | None,
+    heartbeat_seconds: int,
+) -> None:
+    """Become a process of a job; what is None is what jax finds out by itself.
+
+    A process that dies is missed, and the others stopped, within about twice
+    `heartbeat_seconds`.
+    """
+    jax.distributed.initialize(
+        coordinator,
+        processes,
+        process,
+        heartbeat_timeout_seconds=heartbeat_seconds,
+    )
+
+
+def wait_for_all(name: str) -> None:
+    """Return when every process of the job is here."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(name)
+
+
+def leave(error: BaseException) -> NoReturn:
+    """End this process at once, so that those that wait for it find out."""
+    # An orderly exit would wait for the others, who wait for this one.
+    traceback.print_exception(error)
+    print(
+        f"process {jax.process_index()} of {jax.process_count()} cannot go on: this "
+        "process failed (see above), or one that it works with has died. Start the "
+        "job again with the same --workdir: it resumes from the last complete "
+        "checkpoint.",
+        file=sys.stderr,
+        flush=True,
+    )
+    os._exit(BROKEN)
+
+
+def _last_name(path):
+    names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
+    return names[-1] if names else ""
