@@ -39,6 +39,21 @@ def strict(request):
         yield
 
 
+@pytest.fixture(autouse=True, scope="module")
+def quick_compilation():
+    """Every file begins without XLA's passes, whatever the one before it changed."""
+    jax.config.update("jax_disable_most_optimizations", True)
+
+
+@pytest.fixture(scope="module")
+def quick_keys():
+    """The generator of random numbers that compiles fastest."""
+    generator = jax.config.jax_default_prng_impl
+    jax.config.update("jax_default_prng_impl", "unsafe_rbg")
+    yield
+    jax.config.update("jax_default_prng_impl", generator)
+
+
 @pytest.fixture
 def optimised():
     """The program that users run, with all of XLA's passes."""
