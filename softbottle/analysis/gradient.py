@@ -129,8 +129,8 @@ def of_run(
     run: Run, ids: np.ndarray, positions: int = 1024, ranks: Sequence[int] = ()
 ) -> Gradient:
     """The measure along the start of a text."""
-    length = run.config.data.eval_length
-    parts = list(evaluate.states(run.model, run.params, ids[: positions + 1], length))
+    how = run.config.data.eval_rows, run.config.data.eval_length
+    parts = list(evaluate.states(run.model, run.params, ids[: positions + 1], *how))
     hidden_TD, _, labels_T = (np.concatenate(part) for part in zip(*parts, strict=True))
     params, table_VE, bias_V = run.model.output(run.params)
     words = run.model.options["vocab"]

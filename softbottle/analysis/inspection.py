@@ -179,8 +179,9 @@ def _lowrank(subjects, asked):
     del asked
     found = {}
     for name, one in subjects.items():
-        model, length = one.run.model, one.run.config.data.eval_length
-        parts = list(evaluate.states(model, one.run.params, one.ids, length))
+        data = one.run.config.data
+        how = one.ids, data.eval_rows, data.eval_length
+        parts = list(evaluate.states(one.run.model, one.run.params, *how))
         hidden_ND, _, labels_N = (np.concatenate(p) for p in zip(*parts, strict=True))
         width, table_VE = hidden_ND.shape[1], _table(one.run)[0]
         ranks = {min(2**power, width) for power in range(width.bit_length() + 1)}

@@ -202,7 +202,7 @@ class PairwiseKL:
 
 
 def blocks(run: Run, ids: np.ndarray, precision: str = "float32") -> Iterator[Block]:
-    """A run's predictions along a text, a block at a time.
+    """A run's predictions along a text, a block at a time, read as for validation.
 
     The trunk runs in its own precision and the head in the one asked for. That is all
     a rank needs: its bounds hold whatever the states are.
@@ -219,8 +219,8 @@ def blocks(run: Run, ids: np.ndarray, precision: str = "float32") -> Iterator[Bl
         score_CK, lse_CK = ops.scores(*given, **options)
         return Block(log_p_CV[:, :vocab], log_prior_CK, score_CK - lse_CK)
 
-    length = run.config.data.eval_length
-    for hidden_CD, _, labels_C in evaluate.states(model, run.params, ids, length):
+    how = run.config.data.eval_rows, run.config.data.eval_length
+    for hidden_CD, _, labels_C in evaluate.states(model, run.params, ids, *how):
         with jax.enable_x64(precision == "float64"):
             given = model.output(run.params), hidden_CD
             given = jax.tree.map(lambda leaf: jnp.asarray(leaf, precision), given)

@@ -165,6 +165,7 @@ def make_run(name, components):
     config = configs.Config()
     config.data.synthetic.words = WORDS
     config.data.synthetic.train_tokens = config.data.synthetic.eval_tokens = 151
+    config.data.eval_rows = 1
     config.head.name, config.head.components = name, components
     config.model.backbone, config.model.tied = "window", False
     config.model.embed_dim, config.model.hidden_dim = 5, 7

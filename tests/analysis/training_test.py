@@ -73,7 +73,7 @@ def test_every_layer_of_a_transformer_is_seen_with_its_attention():
     assert [one.shape[1] for one in found.states] == [8, 12, 8]
     assert found.logits_LWHS.shape == (2, 3, 2, LENGTH)
     # What the head reads is what evaluation reads, stretch by stretch.
-    ((last_CD, _, _),) = evaluate.states(run.model, run.params, IDS, LENGTH)
+    ((last_CD, _, _),) = evaluate.states(run.model, run.params, IDS, 1, LENGTH)
     middle = slice(LENGTH, 2 * LENGTH)
     np.testing.assert_allclose(
         found.states[-1], last_CD[: 3 * LENGTH], rtol=1e-4, atol=1e-5
