@@ -5,42 +5,26 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from softbottle import config as configs
-from softbottle import evaluate, generate, state
-from softbottle import model as models
+from softbottle import evaluate, generate
 from softbottle.data.batches import Batch
-from softbottle.data.vocab import Vocab
 from softbottle.heads import cache
-from tests import evaluate_test, pointer_test
+from tests import evaluate_test, pointer_test, tiny
 
 VOCAB, WIDTH = 11, 6
-WORDS = Vocab(("<eos>", *(f"w{index}" for index in range(1, VOCAB))))
 CLOSE = {"rel": 1e-5}
 ALPHA = 0.7
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    generator = jax.config.jax_default_prng_impl
-    jax.config.update("jax_default_prng_impl", "unsafe_rbg")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_default_prng_impl", generator)
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("quick_keys")
 
 
 def make(objective, backbone):
-    config = configs.Config()
-    config.head.name = "softmax"
-    model = config.model
-    model.backbone, model.attention_heads, model.table_range = backbone, 1, 1.0
-    model.embed_dim = model.hidden_dim = model.last_dim = WIDTH
-    config.cache.objective, config.cache.alpha = objective, ALPHA
-    config.cache.margin = 0.1
-    functions = models.make(configs.validate(config), VOCAB)
-    params = jax.jit(functions.init)(jax.random.key(2))
-    # Of the history, and not of the last word alone.
-    return config, functions, jax.tree.map(lambda leaf: 2 * leaf, params)
+    config = tiny.make_softmax(
+        backbone,
+        WIDTH,
+        cache__objective=objective,
+        cache__alpha=ALPHA,
+        cache__margin=0.1,
+    )
+    return tiny.make_run(config, tiny.make_words(VOCAB), seed=2, scale=2.0)
 
 
 def make_batch():
@@ -59,7 +43,8 @@ def test_an_objective_is_the_likelihood_with_the_cache_and_the_ranking(
     objective, backbone
 ):
     batch = make_batch()
-    _, model, params = make(objective, backbone)
+    run = make(objective, backbone)
+    model, params = run.model, run.params
     carry = model.initial_carry(3)
 
     @jax.jit
@@ -133,8 +118,8 @@ def test_batches_that_begin_anew_have_no_state_from_before():
 
 
 def test_words_are_drawn_from_all_the_text_and_its_cache():
-    config, model, params = make("trime", "awd_lstm")
-    run = state.Run(config, WORDS, model, params, 0)
+    run = make("trime", "awd_lstm")
+    model, params = run.model, run.params
     prompt, options = [3, 1, 4, 3], {"temperature": 2.0, "seed": 5}
     words = list(generate.generate(run, prompt, 12, cache=True, **options))
     text = np.array([[*prompt, *words]], np.int32)
@@ -162,10 +147,9 @@ def test_words_are_drawn_from_all_the_text_and_its_cache():
 
 
 def test_a_word_drawn_exactly_may_come_from_the_cache():
-    config, model, params = make("trime", "transformer")
+    run = make("trime", "transformer")
     # Nothing but the cache has any mass to speak of.
-    params |= {"bias_V": jnp.full(VOCAB, -50.0)}
-    run = state.Run(config, WORDS, model, params, 0)
+    run.params["bias_V"] = jnp.full(VOCAB, -50.0)
     words = list(generate.generate(run, [3, 1, 4, 3], 12, cache=True))
     assert set(words) <= {1, 3, 4}
 
@@ -175,8 +159,7 @@ def test_a_word_drawn_exactly_may_come_from_the_cache():
     [("awd_lstm", True), ("transformer", True), ("transformer", False)],
 )
 def test_prompts_side_by_side_go_on_as_each_does_alone(backbone, joined):
-    config, model, params = make("trime", backbone)
-    run = state.Run(config, WORDS, model, params, 0)
+    run = make("trime", backbone)
     prompts_BP = np.array([[3, 1, 4], [1, 5, 9], [2, 2, 6]])
     go_on = generate.make_continuer(run, 7, top_k=1, cache=joined)
     alone = [

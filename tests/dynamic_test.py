@@ -8,36 +8,29 @@ import pytest
 from softbottle import config as configs
 from softbottle import dynamic, evaluate
 from softbottle import model as models
+from tests import tiny
 
 VOCAB, EMBED, HIDDEN, LAST, ROWS, LENGTH = 11, 3, 5, 4, 3, 4
 CLOSE = {"rtol": 1e-4, "atol": 1e-6}
 LOSS = {"rel": 1e-5}
 TRAIN_WORDS, TEST_WORDS = 41, 31  # 4 batches and 8 segments, the last of each partial
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    generator = jax.config.jax_default_prng_impl
-    jax.config.update("jax_default_prng_impl", "unsafe_rbg")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_default_prng_impl", generator)
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("quick_keys")
 
 
 def make(backbone="window", **regularise):
     """A softmax over a window of two words, or over an LSTM."""
-    config = configs.Config()
-    config.head.name = "softmax"
-    model = config.model
-    model.backbone, model.tied, model.order = backbone, False, 2
-    model.embed_dim, model.hidden_dim = EMBED, HIDDEN
-    model.last_dim = model.context_dim = LAST
-    model.table_range = 1.0
-    for name, value in regularise.items():
-        setattr(config.regularise, name, value)
-    functions = models.make(configs.validate(config), VOCAB)
-    return functions, jax.jit(functions.init)(jax.random.key(0))
+    config = tiny.make_softmax(
+        backbone,
+        LAST,
+        model__tied=False,
+        model__order=2,
+        model__embed_dim=EMBED,
+        model__hidden_dim=HIDDEN,
+        model__context_dim=LAST,
+        **{f"regularise__{name}": value for name, value in regularise.items()},
+    )
+    run = tiny.make_run(config, tiny.make_words(VOCAB))
+    return run.model, run.params
 
 
 @pytest.fixture(scope="module")

@@ -4,9 +4,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from softbottle import checkpoint, evaluate, export, model, state
 from softbottle import config as configs
+from softbottle import evaluate, export, state
 from softbottle.data.vocab import Vocab
+from tests import tiny
 
 VOCAB = Vocab(("<eos>", "b", "c", "d", "e", "f", "g"))
 PART_BYTES = 101  # odd, so that a number is cut in two
@@ -16,15 +17,8 @@ PART_BYTES = 101  # odd, so that a number is cut in two
 def workdir(tmp_path_factory):
     """A run whose parameters bfloat16 cannot hold."""
     workdir = tmp_path_factory.mktemp("run")
-    config = configs.Config()
-    config.model.backbone, config.model.embed_dim = "window", 3
-    config.model.hidden_dim, config.model.last_dim = 5, 7
-    config.head.components, config.data.lowercase = 2, True
-    state.write_run(workdir, config, VOCAB)
-    params = jax.jit(model.make(config, len(VOCAB)).init)(jax.random.key(5))
-    best = checkpoint.Checkpoints(workdir / "best", keep=1)
-    best.save(12, params, {"step": 12, "valid_loss": 1.5})
-    best.close()
+    config = tiny.make_config(data__lowercase=True)
+    tiny.write_run(workdir, tiny.make_run(config, VOCAB, seed=5), step=12)
     return workdir
 
 

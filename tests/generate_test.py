@@ -4,23 +4,14 @@ import pytest
 
 from softbottle import config as configs
 from softbottle import evaluate, state
-from softbottle import model as models
 from softbottle.data.vocab import Vocab
 from softbottle.generate import generate, truncated
+from tests import tiny
 from tests.evaluate_test import VOCAB, bigram_oracle, make
 
 WORDS = Vocab(("a", "b", "<eos>", *(f"w{index}" for index in range(3, VOCAB))))
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    generator = jax.config.jax_default_prng_impl
-    jax.config.update("jax_default_prng_impl", "unsafe_rbg")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_default_prng_impl", generator)
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("quick_keys")
 
 
 @pytest.fixture(scope="module")
@@ -106,22 +97,13 @@ def test_an_empty_prompt_stands_for_the_end_of_a_line(bigram):
 
 @pytest.mark.parametrize("backbone", ["awd_lstm", "transformer"])
 def test_words_follow_from_all_the_text_before_them(backbone):
-    config = configs.Config()
-    config.head.name = "softmax"
-    model = config.model
-    model.backbone, model.embed_dim, model.table_range = backbone, 4, 1.0
-    model.hidden_dim, model.last_dim, model.attention_heads = 5, 4, 2
-    if backbone == "transformer":
-        model.hidden_dim = 4
-    functions = models.make(configs.validate(config), VOCAB)
-    params = jax.jit(functions.init)(jax.random.key(2))
-    # Of the history, and not of the last word alone.
-    params = jax.tree.map(lambda leaf: 2 * leaf, params)
-    run = state.Run(config, WORDS, functions, params, 0)
+    config = tiny.make_softmax(backbone, 4, model__attention_heads=2)
+    run = tiny.make_run(config, WORDS, seed=2, scale=2.0)
     prompt = [3, 1, 4]
     words = list(generate(run, prompt, 8, top_k=1))
     text = np.array([*prompt, *words], np.int32)
-    log_p_TV, _ = evaluate.log_probs(functions, params, text, len(text), len(text))
+    scored = evaluate.log_probs(run.model, run.params, text, len(text), len(text))
+    log_p_TV, _ = scored
     assert words == list(log_p_TV[len(prompt) - 1 :].argmax(axis=1))
     assert len(set(words)) > 1
 

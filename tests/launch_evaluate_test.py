@@ -4,26 +4,16 @@ import pathlib
 import subprocess
 import sys
 
-import jax
 import numpy as np
 import pytest
 
-from softbottle import config as configs
 from softbottle import evaluate, state, train
 from softbottle.data import corpus
+from tests import tiny
 
 ROOT = pathlib.Path(__file__).parents[1]
 SEGMENT, WINDOW = 7, 13
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    generator = jax.config.jax_default_prng_impl
-    jax.config.update("jax_default_prng_impl", "unsafe_rbg")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_default_prng_impl", generator)
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("quick_keys")
 
 
 @pytest.fixture(scope="module")
@@ -34,15 +24,14 @@ def workdir(tmp_path_factory):
     for name, count in {"train": 127, "valid": 41, "test": 43}.items():
         words = [f"w{word}" for word in random.integers(0, 7, count)]
         (folder / f"{name}.txt").write_text(" ".join(words))
-    config = configs.Config()
-    config.data.name, config.data.path = "text", str(folder)
-    config.data.cache, config.data.vocab_size = str(folder / "cache"), 9
-    config.data.rows, config.data.length = 3, 5
-    config.data.eval_rows, config.data.eval_length = 3, 17
-    config.model.backbone, config.model.embed_dim = "window", 3
-    config.model.hidden_dim, config.model.last_dim = 5, 7
-    config.head.components = 2
-    config.train.steps = config.train.eval_every = 2
+    config = tiny.make_config(
+        data__name="text",
+        data__path=str(folder),
+        data__cache=str(folder / "cache"),
+        data__vocab_size=9,
+        train__steps=2,
+        train__eval_every=2,
+    )
     workdir = tmp_path_factory.mktemp("run")
     train.run(config, workdir)
     return workdir

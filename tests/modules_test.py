@@ -14,13 +14,6 @@ VOCAB, HIDDEN, WIDTH = 11, 7, 5
 HEADS = {"mos": softbottle.mos(3), "plif": softbottle.plif(13, components=2)}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 def make_inputs():
     hidden = jax.random.normal(jax.random.key(2), (2, 3, HIDDEN))
     labels = jax.random.randint(jax.random.key(3), (2, 3), 0, VOCAB)

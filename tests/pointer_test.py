@@ -7,16 +7,7 @@ from tests.evaluate_test import bigram_oracle, make, make_ids
 
 THETA, SHARE, LENGTH = 0.7, 0.3, 7
 CLOSE = {"rel": 1e-5}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    generator = jax.config.jax_default_prng_impl
-    jax.config.update("jax_default_prng_impl", "unsafe_rbg")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_default_prng_impl", generator)
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("quick_keys")
 
 
 @pytest.fixture(scope="module")

@@ -12,22 +12,14 @@ from softbottle import model as models
 from softbottle import step as step_lib
 from softbottle.data import batches, corpus
 from softbottle.data.batches import Batch, Stream
+from tests import tiny
 from tests.configs_test import load
 
 PTB = pathlib.Path(__file__).parents[2] / "shared" / "data" / "ptb"
 WORDS, LINE, LINES = 13, 23, {"train": 101, "valid": 31, "test": 7}
 EPOCHS, LAYERS, DROP, WIDTHS = 9, 2, 0.5, 2
 RATES = ("rows", "input", "hidden", "output", "latent", "recurrent")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    generator = jax.config.jax_default_prng_impl
-    jax.config.update("jax_default_prng_impl", "unsafe_rbg")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_default_prng_impl", generator)
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("quick_keys")
 
 
 def make_config(argument="mos", **fields):
@@ -41,10 +33,7 @@ def make_config(argument="mos", **fields):
     # A narrow layer can spare few of its units.
     for name in RATES:
         setattr(config.regularise, name, getattr(config.regularise, name) / 4)
-    for path, value in fields.items():
-        section, field = path.split("__")
-        setattr(getattr(config, section), field, value)
-    return config
+    return tiny.change(config, **fields)
 
 
 @pytest.fixture(scope="module")

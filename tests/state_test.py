@@ -6,39 +6,25 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from softbottle import checkpoint, model, state
 from softbottle import config as configs
+from softbottle import state
 from softbottle.data.vocab import Vocab
+from tests import tiny
 
 VOCAB = Vocab(("<eos>", "b", "c", "d", "e"))
 
 
-def make_config():
-    config = configs.Config()
-    config.model.backbone, config.model.embed_dim = "window", 3
-    config.model.hidden_dim, config.model.last_dim = 5, 7
-    config.head.components = 2
-    return config
-
-
-def write(workdir, vocab=VOCAB, **model_fields):
-    config = make_config()
-    for name, value in model_fields.items():
-        setattr(config.model, name, value)
-    state.write_run(workdir, config, vocab)
-    return config
+def write(workdir, vocab=VOCAB, **fields):
+    state.write_run(workdir, tiny.make_config(**fields), vocab)
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """A folder with a run's best parameters, and the parameters."""
     workdir = tmp_path_factory.mktemp("run")
-    functions = model.make(write(workdir), len(VOCAB))
-    params = jax.jit(functions.init)(jax.random.key(5))
-    best = checkpoint.Checkpoints(workdir / "best", keep=1)
-    best.save(12, params, {"step": 12, "valid_loss": 1.5})
-    best.close()
-    return workdir, params
+    run = tiny.make_run(tiny.make_config(), VOCAB, seed=5)
+    tiny.write_run(workdir, run, step=12)
+    return workdir, run.params
 
 
 def everything_in(workdir):
@@ -49,7 +35,7 @@ def everything_in(workdir):
 def test_a_run_is_loaded_with_its_config_words_and_best_parameters(trained, kind):
     workdir, params = trained
     run = state.load_run(kind(workdir))
-    assert configs.to_dict(run.config) == configs.to_dict(make_config())
+    assert configs.to_dict(run.config) == configs.to_dict(tiny.make_config())
     assert run.vocab == VOCAB
     assert run.step == 12
     chex.assert_trees_all_equal(run.params, params)
@@ -82,7 +68,7 @@ def test_a_folder_without_a_run_is_an_error_and_stays_empty(tmp_path):
 def test_another_setting_is_an_error_that_names_the_field(tmp_path):
     write(tmp_path)
     with pytest.raises(ValueError, match="model.hidden_dim: 6 here, 5 there"):
-        write(tmp_path, hidden_dim=6)
+        write(tmp_path, model__hidden_dim=6)
 
 
 def test_a_setting_younger_than_the_run_has_its_default_there(tmp_path):
@@ -97,9 +83,7 @@ def test_a_setting_younger_than_the_run_has_its_default_there(tmp_path):
 
 def test_how_long_a_run_is_and_where_its_text_lies_may_change(tmp_path):
     write(tmp_path)
-    config = make_config()
-    config.train.steps, config.data.path, config.data.cache = 17, "there", "here"
-    state.write_run(tmp_path, config, VOCAB)
+    write(tmp_path, train__steps=17, data__path="there", data__cache="here")
     assert '"steps": 17' in (tmp_path / "config.json").read_text()
 
 

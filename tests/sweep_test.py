@@ -1,34 +1,16 @@
 import json
 import shutil
 
-import jax
 import pytest
 
-from softbottle import config as configs
 from softbottle import sweep
+from tests import tiny
+
+pytestmark = pytest.mark.usefixtures("quick_keys")
 
 
 def make_config():
-    config = configs.Config()
-    data, language = config.data, config.data.synthetic
-    language.words, language.train_tokens, language.eval_tokens = 11, 307, 101
-    data.rows, data.length, data.eval_length = 4, 5, 17
-    data.eval_rows = data.test_rows = 3
-    config.head.name, config.head.components = "mos", 2
-    config.model.backbone, config.model.tied = "window", False
-    config.model.embed_dim = config.model.hidden_dim = config.model.last_dim = 5
-    config.train.steps, config.train.log_every = 3, 1
-    return config
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    generator = jax.config.jax_default_prng_impl
-    jax.config.update("jax_default_prng_impl", "unsafe_rbg")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_default_prng_impl", generator)
-    jax.config.update("jax_disable_most_optimizations", False)
+    return tiny.make_config(train__steps=3)
 
 
 @pytest.fixture(scope="module")

@@ -1,20 +1,11 @@
 import json
 
-import jax
 import pytest
 
 from softbottle import config as configs
 from softbottle.bench import step
 
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    generator = jax.config.jax_default_prng_impl
-    jax.config.update("jax_default_prng_impl", "unsafe_rbg")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_default_prng_impl", generator)
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("quick_keys")
 
 
 def test_a_step_is_timed_whole_and_by_part_and_told_in_one_line(capsys):
