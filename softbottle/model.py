@@ -181,6 +181,18 @@ def count_parameters(params: Any, vocab: int) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(params)) - padding
 
 
+def step_flop(config: config_lib.Config, params: Any, tokens: int) -> int:
+    """6 flop a token and parameter, those of the table again for each component.
+
+    What a training step computes, but for attention's products of states.
+    """
+    table = params["table_VE" if config.model.tied else "output_VE"].size
+    one = config.head.name in (*SINGLE, "moc")
+    products = 1 if one else config.head.components
+    total = sum(leaf.size for leaf in jax.tree.leaves(params))
+    return 6 * tokens * (total + (products - 1) * table)
+
+
 def with_head(config: config_lib.Config, name: str, width: int) -> config_lib.Config:
     """The same settings with another head and another width of the output table.
 

@@ -43,7 +43,7 @@ BROKEN = 70
 def make_mesh(
     config: config_lib.Mesh, devices: Sequence[jax.Device] | None = None
 ) -> Mesh | None:
-    """The mesh of a config; None if it is a single device.
+    """The mesh of a config; None if it is one device of those at hand.
 
     Args:
         config: `data` and `model`; data = -1 takes as many as there are devices for.
@@ -52,7 +52,8 @@ def make_mesh(
     Raises:
         ValueError: if there are too few devices, or some of a job would be left out.
     """
-    devices = list(jax.devices() if devices is None else devices)
+    at_hand = devices is None
+    devices = list(jax.devices() if at_hand else devices)
     devices.sort(key=lambda device: (device.process_index, device.id))
     model = config.model
     data = len(devices) // model if config.data == -1 else config.data
@@ -66,7 +67,7 @@ def make_mesh(
             f"a mesh of {data} by {model} leaves out {len(devices) - data * model} of "
             f"the job's {len(devices)} devices; mesh.data=-1 takes all."
         )
-    if data * model == 1:
+    if data * model == 1 and at_hand:
         return None
     grid = np.array(devices[: data * model]).reshape(data, model)
     return Mesh(grid, (DATA, MODEL), axis_types=(AxisType.Auto,) * 2)
@@ -104,6 +105,11 @@ def place(mesh: Mesh, shapes: Any) -> Any:
     return jax.tree.map_with_path(
         lambda path, leaf: NamedSharding(mesh, rule(path, leaf)), shapes
     )
+
+
+def placed(shapes: Any, places: Any) -> Any:
+    """Shapes that know where their arrays are."""
+    return jax.tree.map(lambda leaf, place: leaf.update(sharding=place), shapes, places)
 
 
 def by_rows(mesh: Mesh, tree: Any) -> Any:

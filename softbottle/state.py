@@ -83,11 +83,7 @@ def load_run(
     functions = model.make(config, len(vocab), mesh)
     like = jax.eval_shape(functions.init, jax.random.key(0))
     if mesh is not None:
-        like = jax.tree.map(
-            lambda leaf, place: leaf.update(sharding=place),
-            like,
-            sharding.place(mesh, like),
-        )
+        like = sharding.placed(like, sharding.place(mesh, like))
     params, host = checkpoint.read_newest(workdir / "best", like)
     return Run(config, vocab, functions, params, host["step"])
 

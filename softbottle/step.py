@@ -67,7 +67,8 @@ def make_step(
     if mesh is None:
         return jax.jit(step, donate_argnums=0)
     # Pinned, or the second step would find other shardings and be compiled again.
-    placed = _placement(mesh, jax.eval_shape(_builder(config, model, tx)))
+    like = abstract_state(config, model, tx, mesh)
+    placed = jax.tree.map(lambda leaf: leaf.sharding, like)
     return jax.jit(
         step,
         donate_argnums=0,
@@ -87,8 +88,26 @@ def init_state(
     # In one jit, so that no two of its arrays share a buffer: the step donates them.
     if mesh is None:
         return jax.jit(build)()
-    placed = _placement(mesh, jax.eval_shape(build))
+    like = abstract_state(config, model, tx, mesh)
+    placed = jax.tree.map(lambda leaf: leaf.sharding, like)
     return jax.jit(build, out_shardings=placed)()
+
+
+def abstract_state(
+    config: config_lib.Config,
+    model: model_lib.Model,
+    tx: optax.GradientTransformationExtraArgs,
+    mesh: Mesh,
+) -> TrainState:
+    """The shapes and places of the state's arrays on a mesh."""
+    shapes = jax.eval_shape(_builder(config, model, tx))
+    places = TrainState(
+        sharding.everywhere(mesh, shapes.step),
+        sharding.place(mesh, shapes.params),
+        sharding.place(mesh, shapes.opt_state),
+        sharding.by_rows(mesh, shapes.carry),
+    )
+    return sharding.placed(shapes, places)
 
 
 def _builder(config, model, tx):
@@ -98,16 +117,6 @@ def _builder(config, model, tx):
         return TrainState(jnp.zeros((), jnp.int32), params, tx.init(params), carry)
 
     return build
-
-
-def _placement(mesh, shapes):
-    """The sharding of every array of a state."""
-    return TrainState(
-        sharding.everywhere(mesh, shapes.step),
-        sharding.place(mesh, shapes.params),
-        sharding.place(mesh, shapes.opt_state),
-        sharding.by_rows(mesh, shapes.carry),
-    )
 
 
 def _gradient(model, params, batch, carry, key, accumulate, mesh):

@@ -29,6 +29,7 @@ FLOORS = {
     "softbottle.analysis": 4,
     "softbottle.step": 3,
     "softbottle.train": 5,
+    "softbottle.plan": 4,
     "softbottle.sweep": 6,
     "softbottle.objectives": 6,
     "softbottle.bench": 6,

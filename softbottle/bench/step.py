@@ -103,7 +103,7 @@ def measure(
         "recurrence_ms": _RECURRENCES[backbone],
         "rest_ms": total - head_ms - _RECURRENCES[backbone],
         "tokens_per_second": 1e3 * batch.ids_BS.size / total,
-        "flop": _flop(config, model, state.params, batch.ids_BS.size),
+        "flop": model_lib.step_flop(config, state.params, batch.ids_BS.size),
         **measuring.memory(step),
     }
 
@@ -119,15 +119,6 @@ def rivals(config: config_lib.Config) -> dict[str, config_lib.Config]:
     single = config_lib.from_dict(config_lib.to_dict(config))
     single.head.components = 1
     return {config.head.name: config, "softmax": softmax, "one component": single}
-
-
-def _flop(config, model, params, tokens):
-    """6 flop a token and parameter, those of the table again for each component."""
-    sizes = [leaf.size for leaf in jax.tree.leaves(params)]
-    table = jax.eval_shape(model.output, params)[1].size
-    mixes_contexts = config.head.name in (*model_lib.SINGLE, "moc")
-    products = 1 if mixes_contexts else config.head.components
-    return 6 * tokens * (sum(sizes) + (products - 1) * table)
 
 
 def _random_batch(config, vocab, length):

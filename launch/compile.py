@@ -1,0 +1,54 @@
+"""Compile a training step for machines that are not here, and say what it takes.
+
+    python launch/compile.py --config configs/lm1b.py:mos --topology v5e:16x16 \
+        --config.mesh.data=-1 --config.mesh.model=4 --tokens_per_chip 2048
+    python launch/compile.py --config configs/lm1b.py:mos --topology h200
+
+The whole step is compiled by that machine's own compiler, from shapes alone: it takes
+minutes, no data and none of the hardware. Memory is the compiler's word; the time is
+arithmetic on makers' figures and was not measured anywhere.
+"""
+
+import json
+import pathlib
+import sys
+
+from absl import app, flags
+from ml_collections import config_flags
+
+from softbottle import config, plan
+
+CONFIG = config_flags.DEFINE_config_file("config", help_string="A file of configs/.")
+TOPOLOGY = flags.DEFINE_string("topology", None, "v5e:16x16, v5p:4x4x4, v6e:8x8, h200.")
+VOCAB = flags.DEFINE_integer("vocab", 0, "Words; 0: the config's data.vocab_size.")
+TOKENS = flags.DEFINE_integer("tokens_per_chip", 2048, "Of a batch.", lower_bound=1)
+LARGEST = flags.DEFINE_bool("largest", True, "Compile again to say what batch fits.")
+JSON = flags.DEFINE_string("json", None, "Where the numbers go as well.")
+
+
+def main(arguments: list[str]) -> None:
+    """Compile what the flags say and print what it takes."""
+    if len(arguments) > 1:
+        raise app.UsageError(f"not understood: {arguments[1:]}")
+    if CONFIG.value is None or TOPOLOGY.value is None:
+        raise app.UsageError("--config and --topology are needed")
+    vocab = VOCAB.value or CONFIG.value.data.vocab_size
+    if vocab < 2:
+        raise app.UsageError("--vocab is needed: the config does not say how many")
+    try:
+        result = plan.measure(CONFIG.value, TOPOLOGY.value, vocab, TOKENS.value)
+        print(plan.render(result), flush=True)
+        if LARGEST.value:
+            tokens = 2 * result["tokens_per_chip"]
+            more = plan.measure(CONFIG.value, TOPOLOGY.value, vocab, tokens)
+            result["largest_tokens_per_chip"] = plan.largest(result, more)
+            print(plan.render_largest(result))
+    except ValueError as error:
+        sys.exit(str(error))
+    if JSON.value:
+        pathlib.Path(JSON.value).write_text(json.dumps(result, indent=2))
+
+
+if __name__ == "__main__":
+    config.check_overrides(sys.argv[1:])
+    app.run(main)

@@ -1,0 +1,254 @@
+"""What a training step takes on machines that are not here, from shapes alone.
+
+The whole step is compiled for a named slice by that machine's own compiler. Memory,
+products and collectives are read from the result; the time is then arithmetic,
+
+    max(flop / (USED * peak flop/s), bytes / memory speed) + sent bytes / link speed,
+
+with the makers' figures for a chip (CHIPS) and a share USED of its peak. Memory grows
+linearly with tokens, so two compilations tell how many of them fit.
+
+The step is what a run there would be, but for choices that ask the device at hand:
+for an H200 the head's kernel is named here, and the recurrence is XLA's.
+"""
+
+import math
+import re
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import topologies
+
+from softbottle import config as config_lib
+from softbottle import model as model_lib
+from softbottle import optim, sharding
+from softbottle import step as step_lib
+from softbottle.data.batches import Batch
+
+
+class Chip(NamedTuple):
+    """A maker's figures for one chip: flop/s (bfloat16), bytes, bytes/s, bytes/s."""
+
+    flop: float
+    memory: float
+    memory_speed: float
+    link_speed: float
+
+
+CHIPS = {
+    "v4": Chip(275e12, 32e9, 1.228e12, 300e9),
+    "v5e": Chip(197e12, 16e9, 0.819e12, 200e9),
+    "v5p": Chip(459e12, 95e9, 2.765e12, 600e9),
+    "v6e": Chip(918e12, 32e9, 1.640e12, 448e9),
+    "h200": Chip(989e12, 141e9, 4.8e12, 450e9),
+}
+# Of a chip's peak; large products reach 0.65 to 0.8 of it on the GPU we measured.
+USED = 0.6
+
+_H200 = """
+gpu_device_info { threads_per_block_limit: 1024 threads_per_warp: 32
+  shared_memory_per_block: 49152 shared_memory_per_core: 233472
+  threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: 4800000000000 l2_cache_size: 62914560 clock_rate_ghz: 1.98
+  device_memory_size: 150754820096 shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 } registers_per_core_limit: 65536
+  registers_per_block_limit: 65536 }
+platform_name: "CUDA" dnn_version_info { major: 9 minor: 12 }
+runtime_version { major: 13 minor: 0 } device_description_str: "NVIDIA H200"
+"""
+_BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "f64": 8, "s64": 8}
+_COLLECTIVES = (
+    ["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"]
+)
+
+
+def devices(topology: str) -> list[Any]:
+    """The devices of a slice such as "v5e:16x16", or "h200", none of them here.
+
+    Raises:
+        ValueError: if there is no such slice, or no compiler for it is installed.
+    """
+    kind = topology.partition(":")[0]
+    if kind not in CHIPS:
+        raise ValueError(f"no chip is called {kind!r}; there are {list(CHIPS)}.")
+    try:
+        if kind == "h200":
+            found = topologies.get_topology_desc(
+                platform="cuda", target_config=_H200, topology="1x1x1"
+            )
+        else:
+            found = topologies.get_topology_desc(platform="tpu", topology_name=topology)
+    except Exception as error:
+        raise ValueError(_without_compiler(kind, error)) from error
+    return list(found.devices)
+
+
+def measure(
+    config: config_lib.Config, topology: str, vocab: int, tokens: int
+) -> dict[str, Any]:
+    """Compile the step of a config for a slice, and read what it takes.
+
+    Args:
+        config: a run's settings; `data.rows` follows from `tokens`.
+        topology: as of `devices`.
+        vocab: how many words there are; the corpus is not read.
+        tokens: of a batch, for each chip; rounded up to whole rows.
+
+    Returns:
+        Bytes a chip by kind, flop a chip, collectives by kind, milliseconds by part.
+
+    Raises:
+        ValueError: if there is no such slice or compiler, or the step does not fit.
+    """
+    chip = CHIPS[topology.partition(":")[0]]
+    there = devices(topology)
+    config = _for_topology(config, topology, len(there), tokens)
+    mesh = sharding.make_mesh(config.mesh, there)
+    compiled, shapes = _compile(config, vocab, mesh)
+    memory = compiled.memory_analysis()
+    batch_tokens = config.data.rows * config.data.length
+    flop = model_lib.step_flop(config, shapes.params, batch_tokens) / mesh.size
+    sent = collectives(compiled.as_text())
+    seconds = {
+        "products": flop / (USED * chip.flop),
+        "memory": memory.argument_size_in_bytes * 2 / chip.memory_speed,
+        "links": sum(row["bytes"] for row in sent.values()) / chip.link_speed,
+    }
+    total = max(seconds["products"], seconds["memory"]) + seconds["links"]
+    return {
+        "topology": topology,
+        "chips": mesh.size,
+        "mesh": dict(mesh.shape),
+        "tokens_per_chip": batch_tokens // mesh.size,
+        "parameters": model_lib.count_parameters(shapes.params, vocab),
+        "bytes": {
+            "arguments": memory.argument_size_in_bytes,
+            "temporaries": memory.temp_size_in_bytes,
+            "outputs": memory.output_size_in_bytes - memory.alias_size_in_bytes,
+            "program": memory.generated_code_size_in_bytes,
+        },
+        "limit_bytes": chip.memory,
+        "flop": flop,
+        "collectives": sent,
+        "seconds": seconds | {"step": total},
+        "tokens_per_second": batch_tokens / total,
+    }
+
+
+def largest(first: dict[str, Any], second: dict[str, Any]) -> int:
+    """Tokens a chip that fill its memory, from measurements at two numbers of them."""
+    sizes = [sum(row["bytes"].values()) for row in (first, second)]
+    tokens = [row["tokens_per_chip"] for row in (first, second)]
+    slope = (sizes[1] - sizes[0]) / (tokens[1] - tokens[0])
+    if slope <= 0:
+        return tokens[1]
+    return int(tokens[0] + (first["limit_bytes"] - sizes[0]) / slope)
+
+
+def render(result: dict[str, Any]) -> str:
+    """A measurement as aligned text."""
+    size, seconds = result["bytes"], result["seconds"]
+    lines = [
+        f"{result['topology']}: {result['chips']} chips as {result['mesh']}, "
+        f"{result['parameters']:,} parameters, {result['tokens_per_chip']:,} tokens a "
+        "chip and step",
+        *(f"  {name:<12}{_gib(value)}" for name, value in size.items()),
+        f"  {'in all':<12}{_gib(sum(size.values()))} of {_gib(result['limit_bytes'])}",
+        f"  products    {result['flop'] / 1e12:9.2f} Tflop a chip",
+        *(
+            f"  {kind:<20}{row['count']:4d}, {row['bytes'] / 2**20:10.2f} MiB, largest "
+            f"{row['largest'] / 2**20:.2f}"
+            for kind, row in result["collectives"].items()
+        ),
+        f"  predicted   {1e3 * seconds['step']:9.2f} ms a step: products "
+        f"{1e3 * seconds['products']:.2f} at {USED} of the peak, state "
+        f"{1e3 * seconds['memory']:.2f}, links {1e3 * seconds['links']:.2f}",
+        f"  predicted   {result['tokens_per_second']:12,.0f} tokens/s, not measured",
+    ]
+    return "\n".join(lines)
+
+
+def render_largest(result: dict[str, Any]) -> str:
+    """What `largest` found, as a line."""
+    return (
+        f"  largest     {result['largest_tokens_per_chip']:12,} tokens a chip fill its "
+        "memory, by a line through two compilations"
+    )
+
+
+def collectives(text: str) -> dict[str, dict[str, int]]:
+    """Counts, bytes of the results and the largest result of each kind, from HLO.
+
+    A collective inside a loop counts once: the text does not say how often it runs.
+    """
+    found: dict[str, dict[str, int]] = {}
+    pattern = rf"= (\(?[^=]*?) ({'|'.join(_COLLECTIVES)})(?:-start)?\("
+    for shapes, kind in re.findall(pattern, text):
+        # The result of a -start is a pair of what is sent and what arrives.
+        size = max(map(_size, re.findall(r"(\w+)\[([\d,]*)\]", shapes)), default=0)
+        row = found.setdefault(kind, {"count": 0, "bytes": 0, "largest": 0})
+        row["count"] += 1
+        row["bytes"] += size
+        row["largest"] = max(row["largest"], size)
+    return found
+
+
+def _compile(config, vocab, mesh):
+    model = model_lib.make(config, vocab, mesh)
+    tx = optim.make(config.optim)
+    step = step_lib.make_step(config, model, tx, mesh)
+    state = step_lib.abstract_state(config, model, tx, mesh)
+    placed = sharding.by_rows(mesh, 0)
+    shape = (config.data.rows, config.data.length)
+    batch = Batch(
+        *(
+            jax.ShapeDtypeStruct(shape, dtype, sharding=placed)
+            for dtype in (jnp.int32, jnp.int32, jnp.float32, jnp.int32)
+        )
+    )
+    try:
+        return step.lower(state, batch, False).compile(), state
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise ValueError(f"it does not fit: {str(error)[:400]}") from error
+
+
+def _for_topology(config, topology, chips, tokens):
+    """The config with the rows and the kernel of a slice."""
+    config = config_lib.from_dict(config_lib.to_dict(config))
+    needed = chips * config.optim.accumulate
+    rows = math.ceil(tokens * chips / config.data.length)
+    config.data.rows = needed * math.ceil(rows / needed)
+    if topology == "h200":
+        config.head.implementation = "pallas_gpu"
+        config.head.budget_mib = config.head.budget_mib or 1024
+    return config_lib.validate(config)
+
+
+def _gib(count):
+    return f"{count / 2**30:9.3f} GiB"
+
+
+def _size(shape):
+    dtype, axes = shape
+    count = int(np.prod([int(axis) for axis in axes.split(",") if axis]))
+    return count * _BYTES.get(dtype, 4)
+
+
+def _without_compiler(kind, error):
+    if kind == "h200":
+        needs = (
+            "jax[cuda13] on Python 3.12 or newer, with "
+            "JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 where there is no driver"
+        )
+    else:
+        needs = (
+            "libtpu (pip install 'jax[tpu]'), whose wheels are for x86-64 alone; "
+            "elsewhere it runs in an emulator, slowly"
+        )
+    reason = str(error).splitlines()[0][:200] if str(error) else repr(error)
+    return f"this machine cannot compile for {kind}: {reason}. It takes {needs}."
