@@ -242,7 +242,8 @@ def section(found: dict[str, LowRank]) -> report.Section:
     by_rank.legend()
     reading = (
         "Heads of limited rank trained on the model's frozen states. A line that is "
-        "still falling at its right end says that the width is the limit."
+        "still falling at its right end says that every dimension is in use; whether "
+        "more of them would help, only a wider model can tell."
     )
     figures = [report.Figure("lowrank-loss", figure, reading)]
     numbers = {name: one._asdict() for name, one in found.items()}
@@ -274,6 +275,7 @@ def _fit(loss, steps, batch, learning_rate, seed):
     return run
 
 
+@jax.jit
 def _mean_loss(output, hidden_ND, labels_N):
     head = heads.lowrank(output[1].shape[1])
     return jnp.mean(head.nll(*output, hidden_ND, labels_N))
