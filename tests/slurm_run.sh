@@ -13,7 +13,7 @@ STEPS=${STEPS:-200}        # of each run
 STRIKE=${STRIKE:-70}       # the step after which a run is disturbed
 PORT=${PORT:-26817}        # this one and the two after it
 PATIENCE=${PATIENCE:-300}  # seconds until a state that does not come is an error
-CASES=${CASES:-calm preempted limit outranked killed hopeless every_gpu mpi}
+CASES=${CASES:-calm killed outranked limit preempted hopeless every_gpu mpi}
 
 root=$(cd "$ROOT" && pwd)
 started=$(date +%s)
