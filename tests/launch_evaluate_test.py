@@ -1,17 +1,12 @@
 import json
-import os
-import pathlib
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 
 from softbottle import evaluate, state, train
 from softbottle.data import corpus
-from tests import tiny
+from tests import commands, tiny
 
-ROOT = pathlib.Path(__file__).parents[1]
 SEGMENT, WINDOW = 7, 13
 pytestmark = pytest.mark.usefixtures("quick_keys")
 
@@ -39,36 +34,23 @@ def workdir(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def answers(workdir):
-    """(exit code, stdout, stderr) of both programs; side by side, for speed."""
-    environment = os.environ | {
-        "PYTHONPATH": str(ROOT),
-        "JAX_PLATFORMS": "cpu",
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-    }
-    commands = {
+    """(stdout, stderr) of both programs; side by side, for speed."""
+    flags = {
         "evaluate": ("--split", "test", "--dynamic", "--cache", "--joint")
-        + ("--segment", str(SEGMENT), "--window", str(WINDOW)),
+        + ("--segment", SEGMENT, "--window", WINDOW),
         "generate": ("--prompt", "-", "--tokens", "11", "--top-k", "3")
         + ("--top-p", "0.9", "--temperature", "0.8", "--seed", "5"),
     }
     prompts = {"evaluate": "", "generate": "w1 zebra w2\n"}
     started = {
-        name: subprocess.Popen(
-            [sys.executable, f"launch/{name}.py", "--workdir", workdir, *arguments],
-            cwd=ROOT,
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for name, arguments in commands.items()
+        name: commands.start(f"{name}.py", "--workdir", workdir, *flags[name])
+        for name in flags
     }
     found = {}
     for name, process in started.items():
-        output, errors = process.communicate(prompts[name], timeout=300)
-        assert process.returncode == 0, errors[-2000:]
-        found[name] = (output, errors)
+        code, *written = commands.finish(process, prompts[name])
+        assert code == 0, written[1][-2000:]
+        found[name] = written
     return found
 
 

@@ -1,11 +1,7 @@
-import os
-import pathlib
-import subprocess
-import sys
-
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[1]
+from tests import commands
+
 QUICKSTART = "configs/quickstart.py"
 COMMANDS = {
     "help": ("train.py", "--help"),
@@ -21,22 +17,11 @@ COMMANDS = {
 def answers(tmp_path_factory):
     """(exit code, stdout, stderr) of every command; started side by side, for speed."""
     workdir = tmp_path_factory.mktemp("launch")
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    started = {}
-    for name, (script, *arguments) in COMMANDS.items():
-        folder = workdir / name.replace(" ", "-")
-        started[name] = subprocess.Popen(
-            [sys.executable, f"launch/{script}", *arguments, "--workdir", folder],
-            cwd=ROOT,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-    found = {}
-    for name, process in started.items():
-        output, errors = process.communicate(timeout=300)
-        found[name] = (process.returncode, output, errors)
+    started = {
+        name: commands.start(*command, "--workdir", workdir / name.replace(" ", "-"))
+        for name, command in COMMANDS.items()
+    }
+    found = {name: commands.finish(process) for name, process in started.items()}
     assert list(workdir.iterdir()) == [], "a refused command left something behind"
     return found
 

@@ -9,7 +9,8 @@ import jax
 from softbottle import checkpoint, state
 from softbottle import config as configs
 from softbottle import model as models
-from softbottle.data.vocab import Vocab
+from softbottle.data import synthetic
+from softbottle.data.vocab import Corpus, Vocab
 
 
 def make_config(**fields: Any) -> configs.Config:
@@ -68,6 +69,23 @@ def make_run(
     params = jax.jit(functions.init)(jax.random.key(seed))
     params = jax.tree.map(lambda leaf: scale * leaf, params)
     return state.Run(config, vocab, functions, params, 0)
+
+
+def make_narrow_run(
+    head: str, components: int, words: int, width: int, **fields: Any
+) -> tuple[state.Run, Corpus]:
+    """A run whose contexts are `width` wide, on a language of `words`, and its text."""
+    settings = {
+        "head__name": head,
+        "head__components": components,
+        "data__synthetic__words": words,
+        "model__context_dim": width,
+        "model__last_dim": width,
+        "model__table_range": 1.0,
+    }
+    config = make_config(**(settings | fields))
+    text = synthetic.corpus(config.data.synthetic)
+    return make_run(config, text.vocab), text
 
 
 def write_run(workdir: pathlib.Path, run: state.Run, step: int = 1) -> None:

@@ -1,7 +1,6 @@
 import importlib.util
 import pathlib
 
-import jax
 import numpy as np
 import pytest
 
@@ -11,14 +10,7 @@ from softbottle.analysis import ambiguity
 from softbottle.data import corpus, lines, templates
 
 FILE = pathlib.Path(__file__).parents[2] / "configs" / "templates.py"
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    generator = jax.config.jax_default_prng_impl
-    jax.config.update("jax_default_prng_impl", "unsafe_rbg")
-    yield
-    jax.config.update("jax_default_prng_impl", generator)
+pytestmark = pytest.mark.usefixtures("quick_keys")
 
 
 def test_accuracy_counts_right_answers_among_the_first_k():

@@ -1,48 +1,30 @@
 import json
-import os
-import pathlib
-import subprocess
-import sys
 
-import jax
 import numpy as np
 import pytest
 
-from softbottle import checkpoint, state
-from softbottle import config as configs
-from softbottle import model as models
 from softbottle.analysis import continuation
 from softbottle.data.vocab import Vocab
+from tests import commands, tiny
 
-ROOT = pathlib.Path(__file__).parents[2]
 VOCAB, WIDTH, EOS = 11, 4, 0
-WORDS = Vocab(("<eos>", *(f"w{index}" for index in range(1, VOCAB))))
+WORDS = tiny.make_words(VOCAB)
 SETTINGS = continuation.Settings(prompts=7, prompt_words=3, tokens=4, seeds=(0, 1))
 
 
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
-def make_config(objective="trime"):
-    config = configs.Config()
-    config.head.name, config.cache.objective = "softmax", objective
-    model = config.model
-    model.backbone, model.layers, model.attention_heads = "transformer", 1, 1
-    model.embed_dim = model.hidden_dim = model.last_dim = WIDTH
-    model.table_range, config.data.unit = 1.0, "packed"
-    config.data.eval_rows, config.data.eval_length = 2, 16
-    return config
-
-
 def make_run(seed=0, vocab=WORDS):
-    config = configs.validate(make_config())
-    functions = models.make(config, len(vocab))
-    params = jax.jit(functions.init)(jax.random.key(seed))
-    return state.Run(config, vocab, functions, params, 0)
+    config = tiny.make_softmax(
+        "transformer",
+        WIDTH,
+        cache__objective="trime",
+        data__unit="packed",
+        data__eval_rows=2,
+        data__eval_length=16,
+        data__synthetic__words=VOCAB,
+        data__synthetic__train_tokens=400,
+        data__synthetic__eval_tokens=400,
+    )
+    return tiny.make_run(config, vocab, seed)
 
 
 def make_ids(count, seed=0):
@@ -135,32 +117,12 @@ def test_models_of_other_words_are_not_compared():
 
 
 def test_the_command_writes_a_table_and_every_number(tmp_path):
-    config = make_config()
-    config.data.synthetic.words = VOCAB
-    config.data.synthetic.train_tokens = config.data.synthetic.eval_tokens = 400
-    state.write_run(tmp_path / "run", config, WORDS)
-    best = checkpoint.Checkpoints(tmp_path / "run" / "best", keep=1)
-    best.save(1, make_run().params, {"step": 1})
-    best.close()
-    done = subprocess.run(
-        [
-            *(sys.executable, "launch/continuation.py", "--prompts=3", "--tokens=2"),
-            *(f"--workdir={tmp_path / 'run'}", f"--out={tmp_path / 'out'}"),
-            *("--prompt_words=2", "--seeds=5"),
-        ],
-        cwd=ROOT,
-        env=os.environ
-        | {
-            "PYTHONPATH": str(ROOT),
-            "JAX_PLATFORMS": "cpu",
-            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-        },
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+    tiny.write_run(tmp_path / "run", make_run())
+    flags = [f"--workdir={tmp_path / 'run'}", f"--out={tmp_path / 'out'}"]
+    flags += ["--prompts=3", "--prompt_words=2", "--tokens=2", "--seeds=5"]
+    output = commands.run("continuation.py", *flags)
     table = (tmp_path / "out" / "continuation.md").read_text()
-    assert table in done.stdout
+    assert table in output
     result = json.loads((tmp_path / "out" / "continuation.json").read_text())
     assert result["settings"]["seeds"] == [5]
     assert continuation.table(result["rows"]) + "\n" == table

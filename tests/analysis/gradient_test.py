@@ -5,21 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from softbottle import config as configs
-from softbottle import model
 from softbottle.analysis import gradient, report
-from softbottle.data import synthetic
 from softbottle.ops import activations
-from softbottle.state import Run
+from tests import tiny
 
 TOKENS, COMPONENTS, WIDTH, WORDS = 41, 3, 5, 31
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def make_inputs(components=COMPONENTS, width=WIDTH, seed=0):
@@ -156,18 +146,9 @@ def test_arrays_that_do_not_fit_are_refused():
 
 
 def test_a_run_is_measured_through_its_own_head(tmp_path):
-    config = configs.Config()
-    config.data.synthetic.words = WORDS
-    config.data.synthetic.train_tokens = config.data.synthetic.eval_tokens = 151
-    config.head.name, config.head.components = "mos", COMPONENTS
-    config.model.backbone, config.model.tied = "window", False
-    config.model.embed_dim, config.model.hidden_dim = 5, 7
-    config.model.context_dim = config.model.last_dim = WIDTH
-    config.model.table_range, config.model.vocab_multiple = 1.0, 8
-    corpus = synthetic.corpus(config.data.synthetic)
-    functions = model.make(configs.validate(config), WORDS)
-    params = jax.jit(functions.init)(jax.random.key(0))
-    run = Run(config, corpus.vocab, functions, params, 5)
+    run, corpus = tiny.make_narrow_run(
+        "mos", COMPONENTS, WORDS, WIDTH, model__vocab_multiple=8
+    )
     found = gradient.of_run(run, corpus.test, positions=99, ranks=[2])
     assert found.kept_T.shape == (99,) and found.kept_K.shape == (COMPONENTS,)
     assert found.vocab == WORDS and 0 < found.by_rank[2] < found.kept < 1

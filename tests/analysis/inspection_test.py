@@ -2,50 +2,28 @@
 
 import functools
 import json
-import os
-import pathlib
-import subprocess
-import sys
 
-import jax
 import numpy as np
 import pytest
 
-from softbottle import checkpoint, model, state
-from softbottle import config as config_lib
 from softbottle.analysis import inspection, lowrank
-from softbottle.config import Config
-from softbottle.data import corpus
+from tests import commands, tiny
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 WORDS, WIDTH = 13, 3
-
-
-def make_config(head):
-    config = Config()
-    config.data.synthetic.words = WORDS
-    config.data.synthetic.train_tokens, config.data.synthetic.eval_tokens = 900, 300
-    config.data.rows, config.data.length = 4, 8
-    config.data.eval_rows = config.data.test_rows = 7
-    config.head.name, config.head.components = head, 2 if head == "mos" else 1
-    config.model.backbone, config.model.tied = "window", False
-    config.model.embed_dim = config.model.hidden_dim = 8
-    config.model.context_dim, config.model.last_dim = WIDTH, WIDTH
-    config.model.table_range = 3.0
-    return config_lib.validate(config)
 
 
 @pytest.fixture(scope="module")
 def workdirs(tmp_path_factory):
     """Runs as training leaves them, of random parameters: training is not looked at."""
     folder = tmp_path_factory.mktemp("runs")
-    for head in ("mos", "softmax"):
-        config = make_config(head)
-        state.write_run(folder / head, config, corpus.load(config.data).vocab)
-        params = jax.jit(model.make(config, WORDS).init)(jax.random.key(0))
-        best = checkpoint.Checkpoints(folder / head / "best", keep=1)
-        best.save(1, params, {"step": 1})
-        best.close()
+    for head, components in (("mos", 2), ("softmax", 1)):
+        run, _ = tiny.make_narrow_run(
+            *(head, components, WORDS, WIDTH),
+            data__synthetic__train_tokens=900,
+            data__synthetic__eval_tokens=300,
+            model__table_range=3.0,
+        )
+        tiny.write_run(folder / head, run)
     return [folder / "mos", folder / "softmax"]
 
 
@@ -132,15 +110,6 @@ def test_bad_arrays_are_errors_that_say_what_is_wrong(tmp_path):
 
 def test_the_command_writes_the_report(workdirs, tmp_path):
     flags = [f"--workdir={path}" for path in workdirs]
-    command = [sys.executable, "launch/analyze.py", *flags, f"--out={tmp_path / 'out'}"]
-    done = subprocess.run(
-        [*command, "--positions=100"],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "report.html" in done.stdout
+    flags += [f"--out={tmp_path / 'out'}", "--positions=100"]
+    assert "report.html" in commands.run("analyze.py", *flags)
     assert "Rank" in json.loads((tmp_path / "out" / "report.json").read_text())

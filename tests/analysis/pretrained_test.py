@@ -2,18 +2,15 @@
 
 import importlib.util
 import json
-import os
-import pathlib
-import subprocess
 import sys
 
 import numpy as np
 import pytest
 
 from softbottle.analysis import captured, gguf, llama, pretrained
+from tests import commands
 from tests.analysis import gguf_test, llama_test
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 WINDOW, POSITIONS = 16, 40
 HAS_TORCH = all(map(importlib.util.find_spec, ("torch", "transformers")))
 needs_torch = pytest.mark.skipif(
@@ -205,18 +202,9 @@ def test_a_head_that_is_no_softmax_and_a_folder_without_a_model_are_errors(tmp_p
 
 
 def test_the_command_reads_a_gguf_file(folder, tmp_path):
-    command = [sys.executable, "launch/analyze.py", f"--gguf={folder / 'tiny.gguf'}"]
-    command += [f"--text={folder / 'ids.npy'}", f"--out={tmp_path / 'out'}"]
-    command += ["--positions=32", "--window=16", "--instruments=rank,attention"]
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
+    flags = [f"--gguf={folder / 'tiny.gguf'}", f"--text={folder / 'ids.npy'}"]
+    flags += ["--positions=32", "--window=16", "--instruments=rank,attention"]
+    commands.run("analyze.py", *flags, f"--out={tmp_path / 'out'}")
     numbers = json.loads((tmp_path / "out" / "report.json").read_text())
     assert set(numbers) == {"Rank", "Attention by layer"}
 

@@ -5,11 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from softbottle import config as configs
-from softbottle import evaluate, model
+from softbottle import evaluate
 from softbottle.analysis import mixture, rank, report
-from softbottle.data import synthetic
-from softbottle.state import Run
+from tests import tiny
 
 WORDS, WIDTH = 23, 3
 
@@ -32,13 +30,6 @@ def log_softmax(logits_TV):
 def random_log_p(rows, columns=WORDS, seed=0):
     random = np.random.default_rng(seed)
     return log_softmax(2 * random.standard_normal((rows, columns)))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(params=["cpu", "accelerator"])
@@ -162,21 +153,16 @@ def test_weights_and_labels_must_be_finite_and_alike():
 
 
 def make_run(name, components):
-    config = configs.Config()
-    config.data.synthetic.words = WORDS
-    config.data.synthetic.train_tokens = config.data.synthetic.eval_tokens = 151
-    config.data.eval_rows = 1
-    config.head.name, config.head.components = name, components
-    config.model.backbone, config.model.tied = "window", False
-    config.model.embed_dim, config.model.hidden_dim = 5, 7
-    config.model.context_dim = config.model.last_dim = WIDTH
-    config.model.table_range, config.model.vocab_multiple = 1.0, 8
-    corpus = synthetic.corpus(config.data.synthetic)
-    functions = model.make(configs.validate(config), WORDS)
-    params = jax.jit(functions.init)(jax.random.key(0))
+    run, corpus = tiny.make_narrow_run(
+        *(name, components, WORDS, WIDTH),
+        data__synthetic__eval_tokens=151,
+        data__eval_rows=1,  # so that blocks are in the order of the text
+        model__vocab_multiple=8,
+    )
+    params = run.params
     params["bias_V"] = jnp.linspace(-1, 1, len(params["bias_V"]))
     params["head"] = jax.tree.map(lambda leaf: 4 * leaf, params["head"])
-    return Run(config, corpus.vocab, functions, params, 5), corpus.test
+    return run, corpus.test
 
 
 @pytest.fixture(scope="module")

@@ -7,34 +7,30 @@ import pytest
 from softbottle import checkpoint, evaluate, model, state
 from softbottle import config as config_lib
 from softbottle.analysis import attention_layers, inspection, training
-from softbottle.config import Config
 from softbottle.data import corpus
-from softbottle.data.vocab import Vocab
+from tests import tiny
 
 VOCAB, LENGTH = 13, 8
 IDS = np.random.default_rng(0).integers(0, VOCAB, 3 * LENGTH + 4)
 
 
 def make_config(backbone, layers):
-    config = Config()
-    config.data.synthetic.words = VOCAB
-    config.data.synthetic.train_tokens, config.data.synthetic.eval_tokens = 900, 300
-    config.data.rows, config.data.length, config.data.eval_length = 4, 8, LENGTH
-    config.data.eval_rows = config.data.test_rows = 7
-    config.head.name, config.model.backbone = "softmax", backbone
-    config.model.embed_dim = config.model.context_dim = config.model.last_dim = 8
-    config.model.hidden_dim, config.model.layers = 12, layers
-    config.model.attention_heads, config.model.table_range = 2, 1.0
-    config.model.scan_layers = True
-    return config
+    return tiny.make_softmax(
+        backbone,
+        8,
+        data__synthetic__words=VOCAB,
+        data__synthetic__train_tokens=900,
+        data__synthetic__eval_tokens=300,
+        data__eval_length=LENGTH,
+        model__hidden_dim=12,
+        model__layers=layers,
+        model__attention_heads=2,
+        model__scan_layers=True,
+    )
 
 
 def make_run(backbone, layers=2):
-    config = config_lib.validate(make_config(backbone, layers))
-    functions = model.make(config, VOCAB)
-    words = ("<eos>", *(f"w{at}" for at in range(VOCAB - 1)))
-    params = jax.jit(functions.init)(jax.random.key(0))
-    return state.Run(config, Vocab(words), functions, params, 0)
+    return tiny.make_run(make_config(backbone, layers), tiny.make_words(VOCAB))
 
 
 def test_every_layer_of_an_lstm_is_seen_and_its_state_carries_over():

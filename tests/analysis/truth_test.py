@@ -4,36 +4,18 @@ import jax
 import numpy as np
 import pytest
 
-from softbottle import config as configs
-from softbottle import metrics, model
+from softbottle import metrics
 from softbottle.analysis import truth
 from softbottle.data import synthetic
-from softbottle.state import Run
+from tests import tiny
 
 WORDS, WIDTH = 11, 3
 
 
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 @pytest.fixture(scope="module")
 def run():
-    config = configs.Config()
-    config.data.synthetic.words = WORDS
-    config.data.synthetic.train_tokens = config.data.synthetic.eval_tokens = 199
-    config.head.name = "softmax"
-    config.model.backbone, config.model.tied = "window", False
-    config.model.embed_dim, config.model.hidden_dim = 5, 7
-    config.model.context_dim = config.model.last_dim = WIDTH
-    config.model.table_range = 1.0
-    corpus = synthetic.corpus(config.data.synthetic)
-    functions = model.make(configs.validate(config), WORDS)
-    params = jax.jit(functions.init)(jax.random.key(0))
-    return Run(config, corpus.vocab, functions, params, 5), corpus
+    run, corpus = tiny.make_narrow_run("softmax", 1, WORDS, WIDTH)
+    return run._replace(step=5), corpus
 
 
 @pytest.fixture(scope="module")
