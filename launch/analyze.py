@@ -40,7 +40,7 @@ INSTRUMENTS = flags.DEFINE_list(
     "instruments",
     None,
     "Which instruments, in what order; by default all but those that train. Of a run: "
-    f"{', '.join(inspection.INSTRUMENTS)}; of a pretrained model: "
+    f"{', '.join(inspection.INSTRUMENTS)}; of a pretrained model or of arrays: "
     f"{', '.join(captured.INSTRUMENTS)}.",
 )
 SPLIT = flags.DEFINE_enum("split", "test", ["train", "valid", "test"], "Which text.")
@@ -86,7 +86,8 @@ def main(arguments: list[str]) -> None:
 
 def _sections(asked):
     if ARRAYS.value:
-        sections = inspection.of_arrays(ARRAYS.value, asked)
+        instruments = INSTRUMENTS.value or captured.BARE
+        sections = inspection.of_arrays(ARRAYS.value, instruments, asked)
         return pathlib.Path(ARRAYS.value).name, sections
     if HF.value or GGUF.value:
         return _pretrained(asked)

@@ -241,6 +241,7 @@ def _check(capture):
 
 
 # By default all but the one that trains.
+BARE = ("rank", "saturation", "gradient")  # of arrays that no one says more about
 QUICK = ("rank", "saturation", "attention", "gradient", "argmax", "ngram")
 INSTRUMENTS: dict[str, Callable[..., Section | None]] = {
     "rank": _rank,

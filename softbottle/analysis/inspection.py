@@ -1,6 +1,7 @@
 """All the instruments on one thing: trained runs side by side, or bare arrays."""
 
 import pathlib
+import zipfile
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -71,18 +72,26 @@ def of_runs(
     return [section for section in sections if section is not None]
 
 
-def of_arrays(path: pathlib.Path | str, asked: Asked = USUAL) -> list[Section]:
+def of_arrays(
+    path: pathlib.Path | str,
+    instruments: Sequence[str] = captured.BARE,
+    asked: Asked = USUAL,
+) -> list[Section]:
     """Sections on a head's or an attention layer's arrays from anywhere.
 
     Args:
         path: an .npz file with `hidden` [N, D] and `table` [V, D], and if there are
             any `bias` [V] and `labels` [N]; or with attention `logits` [R, L] and
             `values` [L, D]; or with all of these.
+        instruments: names from `captured.INSTRUMENTS` for the head's arrays.
         asked: how closely.
 
     Raises:
-        ValueError: if an array is missing, has another shape or is not finite.
+        ValueError: if the file is of another kind, or an array is missing, has another
+            shape or is not finite.
     """
+    if not zipfile.is_zipfile(path):
+        raise ValueError(f"{path} is no .npz file.")
     with np.load(path) as stored:
         arrays = dict(stored)
     sections = []
@@ -94,8 +103,7 @@ def of_arrays(path: pathlib.Path | str, asked: Asked = USUAL) -> list[Section]:
             [arrays["hidden"]],
             arrays.get("labels"),
         )
-        names = ("rank", "saturation", "gradient")
-        sections += captured.sections(capture, names, asked)
+        sections += captured.sections(capture, instruments, asked)
     if {"logits", "values"} <= set(arrays):
         sections.append(_attention_section(arrays["logits"], arrays["values"]))
     if not sections:

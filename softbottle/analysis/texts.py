@@ -29,6 +29,8 @@ def words(path: pathlib.Path | str) -> np.ndarray:
         ValueError: if there are no words, or a file is no text.
     """
     path = pathlib.Path(path)
+    if not path.exists():
+        raise ValueError(f"the text {path} is neither a file nor a folder.")
     files = sorted(one for one in path.rglob("*") if one.is_file())
     files = [path] if path.is_file() else files
     chunks = (vocab_lib.Chunk(_content(one), str(one), 1) for one in files)

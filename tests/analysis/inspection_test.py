@@ -97,11 +97,21 @@ def test_arrays_from_anywhere_give_the_rank_of_a_softmax(tmp_path):
     assert len(sections) == 4
 
 
+def test_other_instruments_read_arrays_on_request(tmp_path):
+    path = make_arrays(tmp_path / "states.npz", logits=None)
+    (section,) = inspection.of_arrays(path, ["argmax"])
+    assert section.numbers["words"]["states"]["tried"] == 17
+
+
 def test_bad_arrays_are_errors_that_say_what_is_wrong(tmp_path):
     with pytest.raises(ValueError, match="needs hidden and table"):
         inspection.of_arrays(make_arrays(tmp_path / "a.npz", table=None, logits=None))
     with pytest.raises(ValueError, match=r"\(17, 4\)"):
         inspection.of_arrays(make_arrays(tmp_path / "b.npz", table=np.ones((17, 4))))
+    (tmp_path / "d.npz").write_text("no arrays")
+    for name in ("d.npz", "none.npz"):
+        with pytest.raises(ValueError, match=f"{name} is no .npz file"):
+            inspection.of_arrays(tmp_path / name)
     poisoned = np.ones((40, 5))
     poisoned[3, 2] = np.nan
     with pytest.raises(ValueError, match="not finite"):

@@ -49,6 +49,8 @@ def test_texts_are_compared_over_as_many_words_each(tmp_path):
 
 
 def test_bad_texts_are_errors(tmp_path):
+    with pytest.raises(ValueError, match="neither a file nor a folder"):
+        texts.words(tmp_path / "none")
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="no words"):
         texts.words(tmp_path / "empty")
