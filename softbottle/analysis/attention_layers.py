@@ -111,7 +111,10 @@ def section(found: dict[str, Heads]) -> report.Section:
             (row[1], f"share of {SELECTED} within reach", one.inside_LH),
             (row[2], "largest weight", one.largest_LH),
         ):
-            image = axes.imshow(values_LH.T, aspect="auto", vmin=0, vmax=1)
+            # White at 0: at night the page turns it round, and 0 is dark.
+            image = axes.imshow(
+                values_LH.T, aspect="auto", vmin=0, vmax=1, cmap="Blues"
+            )
             axes.set(xlabel="layer", title=title)
             for axis in (axes.xaxis, axes.yaxis):
                 axis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
