@@ -12,6 +12,7 @@ Nothing is downloaded unless --hf names a model that is no folder.
 """
 
 import pathlib
+import sys
 
 from absl import app, flags, logging
 
@@ -77,7 +78,10 @@ def main(arguments: list[str]) -> None:
         raise app.UsageError("give one of --workdir, --arrays, --hf, --gguf, or --text")
     logging.set_verbosity(logging.WARNING)
     asked = Asked(ORDER.value, DIMENSIONS.value, PRECISION.value)
-    title, sections = _sections(asked)
+    try:
+        title, sections = _sections(asked)
+    except (ValueError, OSError, ImportError) as error:
+        sys.exit(f"{type(error).__name__}: {error}")
     report.write(OUT.value, title, sections)
     for section in sections:
         print(f"{section.title}: {section.reading}")
