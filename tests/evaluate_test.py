@@ -8,13 +8,6 @@ from softbottle import evaluate, model
 VOCAB, WIDTH = 11, 3
 
 
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 def make(backbone="window", multiple=1):
     config = configs.Config()
     config.head.name, config.head.components = "mos", 2

@@ -12,13 +12,6 @@ VOCAB, WIDTH, LAST, ROWS, LENGTH = 11, 5, 7, 3, 6
 CLOSE = {"rtol": 2e-5, "atol": 1e-6}
 
 
-@pytest.fixture(autouse=True)
-def quick_compilation():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 def make_key(seed):
     """The generator that compiles fastest."""
     return jax.random.key(seed, impl="unsafe_rbg")

@@ -12,6 +12,7 @@ from softbottle import config as configs
 from softbottle import evaluate, metrics, model, optim, sharding, state, train
 from softbottle import step as step_lib
 from softbottle.data.batches import Stream
+from tests import tiny
 
 LAYOUTS = [(8, 1), (4, 2), (2, 4), (1, 8)]
 WORDS, ROWS, LENGTH, STEPS = 61, 16, 5, 20
@@ -44,10 +45,7 @@ def make_config(
         rates.recurrent = 0.3 if backbone == "awd_lstm" else 0.0
     rates.activation, rates.slowness = 1.0, 1.0
     config.optim.learning_rate, config.optim.clip = 0.02, 1.0
-    for name, value in fields.items():
-        section, field = name.split("__")
-        setattr(getattr(config, section), field, value)
-    return configs.validate(config)
+    return configs.validate(tiny.change(config, **fields))
 
 
 class Parts:

@@ -18,40 +18,19 @@ from softbottle import config as configs
 from softbottle import step as step_lib
 from softbottle.data import synthetic
 from softbottle.data.batches import Stream
+from tests.tiny import make_config
 
 ROOT = pathlib.Path(__file__).parents[1]
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    generator = jax.config.jax_default_prng_impl
-    jax.config.update("jax_default_prng_impl", "unsafe_rbg")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_default_prng_impl", generator)
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("quick_keys")
 
 
 def tiny(**fields):
     """A run of seconds; fields are named like train__steps=7."""
-    config = configs.Config()
-    data, language = config.data, config.data.synthetic
-    language.words, language.train_tokens, language.eval_tokens = 11, 331, 101
-    data.rows, data.length = 4, 5
-    data.eval_rows, data.test_rows, data.eval_length = 3, 3, 17
-    config.head.name, config.head.components = "mos", 2
-    config.model.backbone, config.model.tied = "window", False
-    config.model.embed_dim = config.model.hidden_dim = 5
-    config.model.context_dim, config.model.last_dim = 3, 7
-    config.regularise.latent = 0.2
-    config.optim.learning_rate = 1e-2
-    config.train.steps, config.train.eval_every = 10, 5
-    config.train.checkpoint_every, config.train.log_every = 5, 1
-    for path, value in fields.items():
-        section, field = path.split("__")
-        setattr(getattr(config, section), field, value)
-    return config
+    base = {"regularise__latent": 0.2, "optim__learning_rate": 1e-2}
+    return make_config(**(base | fields))
 
 
 def recurrent():
