@@ -220,8 +220,8 @@ def join(
 ) -> None:
     """Become a process of a job; what is None is what jax finds out by itself.
 
-    A process that dies is missed, and the others stopped, within about twice
-    `heartbeat_seconds`.
+    A process that dies is missed after `heartbeat_seconds` of silence, if not at once,
+    and the others are stopped; tests/distributed_test.py allows three times that.
     """
     jax.distributed.initialize(
         coordinator,
