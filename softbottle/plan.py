@@ -60,9 +60,13 @@ platform_name: "CUDA" dnn_version_info { major: 9 minor: 12 }
 runtime_version { major: 13 minor: 0 } device_description_str: "NVIDIA H200"
 """
 _BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "f64": 8, "s64": 8}
-_COLLECTIVES = (
-    ["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"]
-)
+_COLLECTIVES = [
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "collective-permute",
+]
 
 
 def devices(topology: str) -> list[Any]:

@@ -103,8 +103,8 @@ def _train(config, workdir):
     try:
         state, history = _start(trainer)
         state, history, finished = _loop(trainer, state, history)
-    except jax.errors.JaxRuntimeError as error:
-        # Closing the checkpoints would wait for processes that may be dead.
+    except BaseException as error:
+        # Closing the checkpoints would wait for processes that are dead or at work.
         if jax.process_count() > 1:
             sharding.leave(error)
         raise
