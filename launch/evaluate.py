@@ -2,7 +2,10 @@
 
     python launch/evaluate.py --workdir runs/ptb-mos --split test
     python launch/evaluate.py --workdir runs/ptb-mos --split test --dynamic --cache
+    python launch/evaluate.py --workdir runs/lm1b-mos --text heldout/,story.txt.gz
 
+--text is any text, in the run's vocabulary; words that are not in it are `<unk>`, and
+the share of those is told beside the perplexity, which they make look better.
 --cache is the neural cache, whose share is given; --joint the cache under the head's
 own normalisers, which config.cache trains for. Beside their perplexity stands how often
 the cache by itself would have been right.
@@ -18,10 +21,15 @@ from absl import app, flags, logging
 
 from softbottle import dynamic, evaluate, state
 from softbottle.data import corpus, lines
+from softbottle.data.vocab import UNK
 
 WORKDIR = flags.DEFINE_string("workdir", None, "The run.", required=True)
 SPLIT = flags.DEFINE_enum("split", "test", ["train", "valid", "test"], "Which text.")
 PATH = flags.DEFINE_string("path", None, "Where the corpus is, if not as in training.")
+TEXT = flags.DEFINE_list("text", [], "Files or folders to score instead of a split.")
+TOKENS = flags.DEFINE_integer(
+    "tokens", 0, "Score only the first so many of the text; 0: all.", lower_bound=0
+)
 ROWS = flags.DEFINE_integer("rows", 0, "Rows read side by side; 0: the config's.")
 DTYPE = flags.DEFINE_enum(
     "compute_dtype", "float32", ["float32", "bfloat16"], "Of the model's products."
@@ -49,16 +57,19 @@ def main(arguments: list[str]) -> None:
         raise app.UsageError(f"not understood: {arguments[1:]}")
     logging.set_verbosity(logging.WARNING)
     run = state.load_run(WORKDIR.value, DTYPE.value)
-    data = dataclasses.replace(run.config.data, path=PATH.value or run.config.data.path)
-    text = corpus.load(data)
-    if text.vocab.digest != run.vocab.digest:
-        raise ValueError(
-            f"the corpus in {data.path!r} has {len(text.vocab):,} words that are not "
-            f"the {len(run.vocab):,} the model knows."
-        )
-    ids = getattr(text, SPLIT.value)
+    if TEXT.value and DYNAMIC.value:
+        raise app.UsageError("--dynamic needs the training text: it goes with --split")
+    trained_on = None if TEXT.value else _corpus(run)
+    if trained_on is None:
+        ids = corpus.read(TEXT.value, run.vocab)
+    else:
+        ids = getattr(trained_on, SPLIT.value)
+    if TOKENS.value:
+        ids = ids[: TOKENS.value + 1]
+    unk = run.vocab.unk
+    unknown = 0.0 if unk is None else float((ids[1:] == unk).mean())
     results = {}
-    for name, score in _ways(run, text, ids).items():
+    for name, score in _ways(run, trained_on, ids).items():
         start = time.perf_counter()
         result = score()
         results[name] = {
@@ -79,7 +90,21 @@ def main(arguments: list[str]) -> None:
             f"{row['tokens']:10,} {row['seconds']:8.1f} "
             + (f"{row['cache_accuracy']:11.2%}" if "cache_accuracy" in row else "")
         )
-    print(json.dumps({"split": SPLIT.value, "step": run.step, **results}))
+    print(f"{unknown:.2%} of the words are {UNK}.")
+    which = {"text": TEXT.value} if TEXT.value else {"split": SPLIT.value}
+    print(json.dumps({**which, "step": run.step, "unknown": unknown, **results}))
+
+
+def _corpus(run):
+    """The corpus of a run, checked to have the run's words."""
+    data = dataclasses.replace(run.config.data, path=PATH.value or run.config.data.path)
+    text = corpus.load(data)
+    if text.vocab.digest != run.vocab.digest:
+        raise ValueError(
+            f"the corpus in {data.path!r} has {len(text.vocab):,} words that are not "
+            f"the {len(run.vocab):,} the model knows; --text scores any text."
+        )
+    return text
 
 
 def _ways(run, text, ids):

@@ -201,6 +201,7 @@ class Train(Section):
     keep: int = 2  # newest checkpoints kept, beside the best
     series: bool = False  # also keep checkpoints at log-spaced steps
     init_from: str = ""  # start from the best checkpoint of this run
+    profile_steps: int = 0  # trace so many to workdir/profile: see profiling.py
     stop_patience: int = 0  # stop when no better than the best of all but so many
     equal_softmax: bool = False  # also train a softmax with as many parameters
 

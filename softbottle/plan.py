@@ -3,27 +3,26 @@
 The whole step is compiled for a named slice by that machine's own compiler. Memory,
 products and collectives are read from the result; the time is then arithmetic,
 
-    max(flop / (USED * peak flop/s), bytes / memory speed) + sent bytes / link speed,
+    max(flop / (USED * peak flop/s), bytes / memory speed) + moved bytes / link speed,
 
-with the makers' figures for a chip (CHIPS) and a share USED of its peak. Memory grows
-linearly with tokens, so two compilations tell how many of them fit.
+with the makers' figures for a chip (CHIPS), all of whose links are taken to work at
+once, and a share USED of its peak. Memory grows linearly with tokens, so two
+compilations tell how many of them fit.
 
 The step is what a run there would be, but for choices that ask the device at hand:
 for an H200 the head's kernel is named here, and the recurrence is XLA's.
 """
 
 import math
-import re
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import topologies
 
 from softbottle import config as config_lib
+from softbottle import hlo, optim, sharding
 from softbottle import model as model_lib
-from softbottle import optim, sharding
 from softbottle import step as step_lib
 from softbottle.data.batches import Batch
 
@@ -59,14 +58,6 @@ gpu_device_info { threads_per_block_limit: 1024 threads_per_warp: 32
 platform_name: "CUDA" dnn_version_info { major: 9 minor: 12 }
 runtime_version { major: 13 minor: 0 } device_description_str: "NVIDIA H200"
 """
-_BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "f64": 8, "s64": 8}
-_COLLECTIVES = [
-    "all-reduce",
-    "all-gather",
-    "reduce-scatter",
-    "all-to-all",
-    "collective-permute",
-]
 
 
 def devices(topology: str) -> list[Any]:
@@ -115,11 +106,11 @@ def measure(
     memory = compiled.memory_analysis()
     batch_tokens = config.data.rows * config.data.length
     flop = model_lib.step_flop(config, shapes.params, batch_tokens) / mesh.size
-    sent = collectives(compiled.as_text())
+    sent = hlo.collectives(compiled.as_text())
     seconds = {
         "products": flop / (USED * chip.flop),
         "memory": memory.argument_size_in_bytes * 2 / chip.memory_speed,
-        "links": sum(row["bytes"] for row in sent.values()) / chip.link_speed,
+        "links": _moved(sent) / chip.link_speed,
     }
     total = max(seconds["products"], seconds["memory"]) + seconds["links"]
     return {
@@ -136,7 +127,7 @@ def measure(
         },
         "limit_bytes": chip.memory,
         "flop": flop,
-        "collectives": sent,
+        "collectives": {kind: row._asdict() for kind, row in sent.items()},
         "seconds": seconds | {"step": total},
         "tokens_per_second": batch_tokens / total,
     }
@@ -183,23 +174,6 @@ def render_largest(result: dict[str, Any]) -> str:
     )
 
 
-def collectives(text: str) -> dict[str, dict[str, int]]:
-    """Counts, bytes of the results and the largest result of each kind, from HLO.
-
-    A collective inside a loop counts once: the text does not say how often it runs.
-    """
-    found: dict[str, dict[str, int]] = {}
-    pattern = rf"= (\(?[^=]*?) ({'|'.join(_COLLECTIVES)})(?:-start)?\("
-    for shapes, kind in re.findall(pattern, text):
-        # The result of a -start is a pair of what is sent and what arrives.
-        size = max(map(_size, re.findall(r"(\w+)\[([\d,]*)\]", shapes)), default=0)
-        row = found.setdefault(kind, {"count": 0, "bytes": 0, "largest": 0})
-        row["count"] += 1
-        row["bytes"] += size
-        row["largest"] = max(row["largest"], size)
-    return found
-
-
 def _compile(config, vocab, mesh):
     model = model_lib.make(config, vocab, mesh)
     tx = optim.make(config.optim)
@@ -233,14 +207,13 @@ def _for_topology(config, topology, chips, tokens):
     return config_lib.validate(config)
 
 
+def _moved(sent):
+    """Bytes that pass a chip's links: a sum is scattered and then gathered again."""
+    return sum((1 + (kind == "all-reduce")) * row.bytes for kind, row in sent.items())
+
+
 def _gib(count):
     return f"{count / 2**30:9.3f} GiB"
-
-
-def _size(shape):
-    dtype, axes = shape
-    count = int(np.prod([int(axis) for axis in axes.split(",") if axis]))
-    return count * _BYTES.get(dtype, 4)
 
 
 def _without_compiler(kind, error):

@@ -21,7 +21,7 @@ import jax
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from softbottle import checkpoint, evaluate, metrics, optim, sharding
+from softbottle import checkpoint, evaluate, metrics, optim, profiling, sharding
 from softbottle import config as config_lib
 from softbottle import model as model_lib
 from softbottle import state as state_lib
@@ -177,13 +177,21 @@ def _loop(trainer, state, history):
     train, stream = trainer.config.train, trainer.stream
     step, rows = int(state.step), trainer.config.data.rows
     report = _report(trainer, step, history)
-    with _termination() as asked_to_stop, contextlib.closing(report):
+    trace = profiling.Trace(
+        trainer.workdir / "profile", step, train.profile_steps, report.say
+    )
+    with (
+        _termination() as asked_to_stop,
+        contextlib.closing(report),
+        contextlib.closing(trace),
+    ):
         while _goes_on(train, step, stream.epoch, history):
             epoch, position = stream.epoch, stream.position
             batch = sharding.to_mesh(trainer.mesh, stream.next(), rows)
             state, measured = trainer.step(state, batch, stream.starts_epoch)
             step += 1
             report.add(step, position, measured)
+            trace.after(step, measured)
             ended = stream.epoch > epoch and not train.eval_every
             if ended or (train.eval_every and step % train.eval_every == 0):
                 report.settle()

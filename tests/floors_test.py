@@ -11,6 +11,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 # A package stands for every file in it.
 FLOORS = {
     "softbottle.ops": 0,
+    "softbottle.hlo": 0,
     "softbottle.config": 0,
     "softbottle.heads": 1,
     "softbottle.backbones": 1,
@@ -22,6 +23,7 @@ FLOORS = {
     "softbottle.sharding": 2,
     "softbottle.checkpoint": 2,
     "softbottle.metrics": 2,
+    "softbottle.profiling": 2,
     "softbottle.evaluate": 3,
     "softbottle.dynamic": 3,
     "softbottle.generate": 3,

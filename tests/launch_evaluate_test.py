@@ -55,11 +55,12 @@ def answers(workdir):
 
 
 def test_an_evaluation_is_told_in_a_table_and_in_one_line(answers, workdir):
-    *table, line = answers["evaluate"][0].splitlines()
+    *table, unknown, line = answers["evaluate"][0].splitlines()
     found = json.loads(line)
     ways = ("static", "dynamic", "cache", "joint")
-    assert set(found) == {"split", "step", *ways}
+    assert set(found) == {"split", "step", "unknown", *ways}
     assert (found["split"], found["step"]) == ("test", 2)
+    assert (unknown, found["unknown"]) == ("0.00% of the words are <unk>.", 0.0)
     assert [row.split()[0] for row in table] == ["way", *ways]
     for row, way in zip(table[1:], ways, strict=True):
         numbers = found[way]

@@ -4,28 +4,12 @@ import pytest
 from softbottle import config as configs
 from softbottle import model, plan
 
-HLO = """
-  %a = f32[64,12]{1,0} all-gather(%x), replica_groups={}
-  %b = (bf16[8]{0}, bf16[64]{0}) all-gather-start(%y), dimensions={0}
-  %c = bf16[64]{0} all-gather-done(%b)
-  %d = (f32[3]{0}, f32[]) all-reduce(%p, %q), to_apply=%add
-  %e = f32[2,5]{1,0} fusion(%d), calls=%all-reduce-like
-"""
-
 
 def make_config():
     config = configs.Config()
     config.data.length, config.head.name, config.head.components = 5, "mos", 3
     config.model.vocab_multiple, config.mesh.data, config.mesh.model = 8, -1, 2
     return config
-
-
-def test_collectives_are_counted_and_weighed():
-    found = plan.collectives(HLO)
-    gathered = {"count": 2, "bytes": 64 * 12 * 4 + 128, "largest": 64 * 12 * 4}
-    assert found["all-gather"] == gathered
-    assert found["all-reduce"] == {"count": 1, "bytes": 12, "largest": 12}
-    assert set(found) == {"all-gather", "all-reduce"}
 
 
 def test_the_largest_batch_lies_on_the_line_through_two():

@@ -31,7 +31,7 @@ import time
 import uuid
 import warnings
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent import futures
 from typing import NamedTuple
 
@@ -91,6 +91,36 @@ def load(config: config_lib.Data) -> Corpus:
         _encode(config, sources, folder)
         corpus = _opened(folder, config.lowercase)
     return corpus
+
+
+def read(paths: Sequence[str], vocab: Vocab) -> np.ndarray:
+    """The ids of any text under a vocabulary, after the end of a line.
+
+    Every word and every line's end is thus predicted once, and no line's start: the
+    rules of the One Billion Word benchmark.
+
+    Args:
+        paths: files, plain, .gz or .xz, or folders of them.
+        vocab: its `lowercase` is followed.
+
+    Raises:
+        FileNotFoundError: if a path is neither a file nor a folder.
+        ValueError: if the text is not text, has no words, or has words that the
+            vocabulary cannot express.
+    """
+    files = []
+    for path in (pathlib.Path(name).expanduser() for name in paths):
+        if not path.exists():
+            raise FileNotFoundError(f"there is no file or folder {path}.")
+        files += _shards(path) if path.is_dir() else [path]
+    source = _text_source(files)
+    numbering, parts = vocab_lib.Numbering(), []
+    for chunk in vocab_lib.numbered(source.chunks(), vocab.lowercase, _WORKERS):
+        parts.append(numbering.number(chunk))
+    if set(numbering.lookup) <= {vocab_lib.EOS}:
+        raise ValueError(f"there are no words in {', '.join(map(str, files))}.")
+    ids = vocab.renumbering(list(numbering.lookup))[np.concatenate(parts)]
+    return np.concatenate([[vocab.eos], ids]).astype(np.int32)
 
 
 def check(corpus: Corpus) -> Corpus:

@@ -331,3 +331,27 @@ def test_published_corpora_have_their_published_sizes(
     assert not recwarn.list
     file = next((SHARED / folder).glob("*test*"))
     assert made.vocab.decode(made.test) == expected_words(file.read_text("utf-8"))
+
+
+def test_any_text_is_read_in_a_vocabulary_after_the_end_of_a_line(tmp_path):
+    vocab = Vocab(("<unk>", "<eos>", "the", "cat"), lowercase=True)
+    (tmp_path / "shards").mkdir()
+    (tmp_path / "shards" / "b.gz").write_bytes(gzip.compress(b"Cat dog\n"))
+    (tmp_path / "shards" / "a").write_bytes(b"the CAT")
+    (tmp_path / "last.txt").write_bytes(b"the\n")
+    paths = [str(tmp_path / "shards"), str(tmp_path / "last.txt")]
+    ids = corpus.read(paths, vocab)
+    assert ids.dtype == np.int32
+    assert " ".join(vocab.decode(ids)) == (
+        "<eos> the cat <eos> cat <unk> <eos> the <eos>"
+    )
+
+
+def test_text_that_cannot_be_read_is_an_error(tmp_path):
+    vocab = Vocab(("<eos>", "the"))
+    with pytest.raises(FileNotFoundError, match="no file or folder .*absent"):
+        corpus.read([str(tmp_path / "absent")], vocab)
+    for raw, message in ((b"\n \n", "no words"), (b"the cat\n", "cat"), (b"\0", "NUL")):
+        (tmp_path / "text").write_bytes(raw)
+        with pytest.raises(ValueError, match=message):
+            corpus.read([str(tmp_path / "text")], vocab)

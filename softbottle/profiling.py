@@ -1,0 +1,90 @@
+"""Is the device ever waiting for us? A profiler's trace of some steps answers.
+
+    busy = |union of the kernels' intervals| / (end of the last - start of the first)
+
+The rest is time in which the device had nothing to compute: it waited for input, for
+Python, or for a transfer that was not hidden behind its work.
+"""
+
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+# Steps of a process before its trace: compilation and the first transfers are in them.
+WARM_UP = 20
+
+
+class Trace:
+    """A trace of `steps` steps, a few after a process has begun; of none if 0.
+
+    Args:
+        folder: where the trace goes, for TensorBoard or Perfetto.
+        begun: the step the process goes on from.
+        steps: how many are traced.
+        say: takes the line that sums it up.
+    """
+
+    def __init__(
+        self, folder: pathlib.Path, begun: int, steps: int, say: Callable[[str], None]
+    ):
+        self._folder, self._say = folder, say
+        self._first, self._last = begun + WARM_UP, begun + WARM_UP + steps
+        self._tracing = False
+
+    def after(self, step: int, measured: Any) -> None:
+        """Begin or end the trace if it is time, when all work up to now is done."""
+        if step == self._first != self._last:
+            jax.block_until_ready(measured)
+            jax.profiler.start_trace(self._folder)
+            self._tracing = True
+        elif step == self._last and self._tracing:
+            jax.block_until_ready(measured)
+            self.close()
+            self._say(self._sum_up())
+
+    def close(self) -> None:
+        """End the trace, if it is under way."""
+        if self._tracing:
+            self._tracing = False
+            jax.profiler.stop_trace()
+
+    def _sum_up(self):
+        file = max(
+            self._folder.glob("**/*.xplane.pb"), key=lambda path: path.stat().st_mtime
+        )
+        shares = busy_shares(jax.profiler.ProfileData.from_file(str(file)))
+        told = ", ".join(f"{100 * share:.1f}%" for share in shares) or "none"
+        return (
+            f"traced {self._last - self._first} steps to {self._folder}; the share of "
+            f"the time in which a device computed: {told}"
+        )
+
+
+def busy_shares(profile: Any) -> list[float]:
+    """For each accelerator, the share of its trace in which some kernel ran."""
+    found = []
+    for plane in profile.planes:
+        if not plane.name.startswith("/device:"):
+            continue
+        spans = [
+            (event.start_ns, event.start_ns + event.duration_ns)
+            for line in plane.lines
+            # A GPU's streams, a TPU's operations; other lines sum these up.
+            if line.name.startswith(("Stream", "XLA Ops"))
+            for event in line.events
+            if not event.name.startswith(("MemcpyH2D", "MemcpyD2H"))
+        ]
+        if spans:
+            found.append(union(spans) / (max(b for _, b in spans) - min(spans)[0]))
+    return found
+
+
+def union(spans: list[tuple[float, float]]) -> float:
+    """Length of the union of some intervals."""
+    total, end = 0.0, float("-inf")
+    for start, stop in sorted(spans):
+        total += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return total
