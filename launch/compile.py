@@ -22,7 +22,9 @@ CONFIG = config_flags.DEFINE_config_file("config", help_string="A file of config
 TOPOLOGY = flags.DEFINE_string("topology", None, "v5e:16x16, v5p:4x4x4, v6e:8x8, h200.")
 VOCAB = flags.DEFINE_integer("vocab", 0, "Words; 0: the config's data.vocab_size.")
 TOKENS = flags.DEFINE_integer("tokens_per_chip", 2048, "Of a batch.", lower_bound=1)
-LARGEST = flags.DEFINE_bool("largest", True, "Compile again to say what batch fits.")
+LARGEST = flags.DEFINE_bool(
+    "largest", True, "Compile larger batches, too, to find the largest that fits."
+)
 JSON = flags.DEFINE_string("json", None, "Where the numbers go as well.")
 
 
@@ -39,10 +41,13 @@ def main(arguments: list[str]) -> None:
         result = plan.measure(CONFIG.value, TOPOLOGY.value, vocab, TOKENS.value)
         print(plan.render(result), flush=True)
         if LARGEST.value:
-            tokens = 2 * result["tokens_per_chip"]
-            more = plan.measure(CONFIG.value, TOPOLOGY.value, vocab, tokens)
-            result["largest_tokens_per_chip"] = plan.largest(result, more)
-            print(plan.render_largest(result))
+            result["largest"] = plan.largest(
+                lambda tokens: plan.measure(
+                    CONFIG.value, TOPOLOGY.value, vocab, tokens
+                ),
+                result,
+            )
+            print(plan.render_largest(result["largest"]))
     except ValueError as error:
         sys.exit(str(error))
     if JSON.value:

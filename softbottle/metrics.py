@@ -122,7 +122,9 @@ class Report:
         self._total, self._count, self._steps = window
         self._since = 0
         self._before, self._clock = seconds, time.perf_counter()
-        self._lap = self._clock
+        # Time of the window's steps, and since when they run again: what is done
+        # between a `settle` and the next step is not theirs.
+        self._spent, self._lap = 0.0, self._clock
 
     @property
     def seconds(self) -> float:
@@ -140,15 +142,18 @@ class Report:
         Raises:
             NonFiniteLossError: if the step before lost its loss or its gradient.
         """
+        if self._lap is None:
+            self._lap = time.perf_counter()
         late, self._pending = self._pending, (step, position, measured)
         if late is not None:
             self._read(*late)
 
     def settle(self) -> None:
-        """Read the metrics of the last step now."""
+        """Read the metrics of the last step now; the steps' clock stops."""
         if self._pending is not None:
             late, self._pending = self._pending, None
             self._read(*late)
+            self._spent, self._lap = self._elapsed(), None
 
     def finish(self) -> None:
         """Read and report whatever is left."""
@@ -176,12 +181,15 @@ class Report:
         self.say(
             f"step {step:,}  epoch {epoch}  valid ppl {perplexity(loss):.2f}{note}"
         )
-        self._lap = time.perf_counter()
 
     def close(self) -> None:
         """Close the bar and the file."""
         self._progress.close()
         self._writer.close()
+
+    def _elapsed(self):
+        running = 0.0 if self._lap is None else time.perf_counter() - self._lap
+        return self._spent + running
 
     def _read(self, step, position, measured):
         values = _floats(measured)
@@ -200,13 +208,13 @@ class Report:
             self._log(step, position["epoch"], values)
 
     def _log(self, step, epoch, values):
-        now = time.perf_counter()
+        elapsed = self._elapsed()
         loss, share = self._total / self._count, self._since / self._steps
         # A window begun before a resume has tokens that took none of this time.
-        step_ms = 1e3 * (now - self._lap) / self._since
-        speed = share * self._count / (now - self._lap)
+        step_ms = 1e3 * elapsed / self._since
+        speed = share * self._count / elapsed
         self._total, self._count, self._steps, self._since = 0.0, 0.0, 0, 0
-        self._lap = now
+        self._spent, self._lap = 0.0, time.perf_counter()
         self._writer.write(
             step,
             loss=loss,

@@ -6,14 +6,15 @@ products and collectives are read from the result; the time is then arithmetic,
     max(flop / (USED * peak flop/s), bytes / memory speed) + moved bytes / link speed,
 
 with the makers' figures for a chip (CHIPS), all of whose links are taken to work at
-once, and a share USED of its peak. Memory grows linearly with tokens, so two
-compilations tell how many of them fit.
+once, and a share USED of its peak. The largest batch is found by compiling others.
 
 The step is what a run there would be, but for choices that ask the device at hand:
 for an H200 the head's kernel is named here, and the recurrence is XLA's.
 """
 
 import math
+import re
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -36,6 +37,15 @@ class Chip(NamedTuple):
     link_speed: float
 
 
+class DoesNotFitError(ValueError):
+    """A step needs more memory than the chip has; `bytes` is how much, or 0."""
+
+    def __init__(self, message: str):
+        super().__init__(f"it does not fit: {message[:400]}")
+        used = re.search(r"Used ([\d.]+)([KMGT]) of", message)
+        self.bytes = float(used[1]) * 1024 ** (1 + "KMGT".index(used[2])) if used else 0
+
+
 CHIPS = {
     "v4": Chip(275e12, 32e9, 1.228e12, 300e9),
     "v5e": Chip(197e12, 16e9, 0.819e12, 200e9),
@@ -45,6 +55,7 @@ CHIPS = {
 }
 # Of a chip's peak; large products reach 0.65 to 0.8 of it on the GPU we measured.
 USED = 0.6
+_TRIES = 5  # compilations to find the largest batch
 
 _H200 = """
 gpu_device_info { threads_per_block_limit: 1024 threads_per_warp: 32
@@ -96,7 +107,8 @@ def measure(
         Bytes a chip by kind, flop a chip, collectives by kind, milliseconds by part.
 
     Raises:
-        ValueError: if there is no such slice or compiler, or the step does not fit.
+        DoesNotFitError: if the step does not fit.
+        ValueError: if there is no such slice or compiler.
     """
     chip = CHIPS[topology.partition(":")[0]]
     there = devices(topology)
@@ -133,14 +145,40 @@ def measure(
     }
 
 
-def largest(first: dict[str, Any], second: dict[str, Any]) -> int:
-    """Tokens a chip that fill its memory, from measurements at two numbers of them."""
-    sizes = [sum(row["bytes"].values()) for row in (first, second)]
-    tokens = [row["tokens_per_chip"] for row in (first, second)]
-    slope = (sizes[1] - sizes[0]) / (tokens[1] - tokens[0])
-    if slope <= 0:
-        return tokens[1]
-    return int(tokens[0] + (first["limit_bytes"] - sizes[0]) / slope)
+def largest(
+    measure_at: Callable[[int], dict[str, Any]], first: dict[str, Any]
+) -> dict[str, Any]:
+    """The largest batch that was found to fit, by compiling larger ones.
+
+    Memory rises with the tokens, at least as steeply as at first: where the line
+    through `first` and a larger batch meets the chip's memory is the next to be tried.
+
+    Args:
+        measure_at: gives the measurement at some tokens a chip, or raises
+            `DoesNotFitError`.
+        first: a measurement that fits.
+    """
+    limit, start, size = first["limit_bytes"], first["tokens_per_chip"], total(first)
+    best, guess = first, 2 * start
+    for _ in range(_TRIES):
+        try:
+            row = measure_at(guess)
+            tried, needs = row["tokens_per_chip"], total(row)
+        except DoesNotFitError as error:
+            row, tried, needs = None, guess, max(error.bytes, 1.01 * limit)
+        if row and needs <= limit and tried > best["tokens_per_chip"]:
+            best = row
+        slope = max(needs - size, 1.0) / (tried - start)
+        # Not beyond sixteen times what was tried: a flat line says little.
+        guess = min(int(start + (limit - size) / slope), 16 * tried)
+        if best["tokens_per_chip"] >= 0.9 * guess:
+            break
+    return best
+
+
+def total(result: dict[str, Any]) -> float:
+    """Bytes a chip that a measured step holds."""
+    return sum(result["bytes"].values())
 
 
 def render(result: dict[str, Any]) -> str:
@@ -151,7 +189,7 @@ def render(result: dict[str, Any]) -> str:
         f"{result['parameters']:,} parameters, {result['tokens_per_chip']:,} tokens a "
         "chip and step",
         *(f"  {name:<12}{_gib(value)}" for name, value in size.items()),
-        f"  {'in all':<12}{_gib(sum(size.values()))} of {_gib(result['limit_bytes'])}",
+        f"  {'in all':<12}{_gib(total(result))} of {_gib(result['limit_bytes'])}",
         f"  products    {result['flop'] / 1e12:9.2f} Tflop a chip",
         *(
             f"  {kind:<20}{row['count']:4d}, {row['bytes'] / 2**20:10.2f} MiB, largest "
@@ -169,8 +207,8 @@ def render(result: dict[str, Any]) -> str:
 def render_largest(result: dict[str, Any]) -> str:
     """What `largest` found, as a line."""
     return (
-        f"  largest     {result['largest_tokens_per_chip']:12,} tokens a chip fill its "
-        "memory, by a line through two compilations"
+        f"  largest     {result['tokens_per_chip']:12,} tokens a chip, compiled, take "
+        f"{_gib(total(result)).strip()}: the most that was found to fit"
     )
 
 
@@ -192,7 +230,7 @@ def _compile(config, vocab, mesh):
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        raise ValueError(f"it does not fit: {str(error)[:400]}") from error
+        raise DoesNotFitError(str(error)) from error
 
 
 def _for_topology(config, topology, chips, tokens):

@@ -139,6 +139,27 @@ def test_a_line_is_the_mean_over_the_tokens_since_the_last_one(make_report, tmp_
     assert {"grad_norm", "learning_rate", "tokens_per_second", "step_ms"} <= set(line)
 
 
+def test_what_is_done_between_steps_is_not_the_steps_time(
+    make_report, tmp_path, monkeypatch
+):
+    clock = [0.0]
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: clock[0])
+    report = make_report(every=4)
+    for step in range(1, 9):
+        report.add(step, position(step), measured(1, 3))
+        clock[0] += 0.5  # on the device, read by the next step
+        if step in (2, 3, 7):
+            report.settle()
+            clock[0] += 100  # a validation
+            report.evaluated(step, 0, 1.0, False)
+            clock[0] += 10  # a checkpoint
+    report.finish()
+    lines = [line for line in metrics.read(tmp_path) if "step_ms" in line]
+    times = [(line["step"], line["step_ms"]) for line in lines]
+    assert times == [(4, 500.0), (8, 500.0)]
+    assert [line["tokens_per_second"] for line in lines] == [6.0, 6.0]
+
+
 @pytest.mark.parametrize(
     "bad", [{"total": math.nan}, {"total": math.inf}, {"grad_norm": math.nan}]
 )

@@ -12,14 +12,48 @@ def make_config():
     return config
 
 
-def test_the_largest_batch_lies_on_the_line_through_two():
-    rows = [
-        {"bytes": {"a": 10 + 2 * n, "b": 5}, "tokens_per_chip": n, "limit_bytes": 100}
-        for n in (10, 20)
-    ]
-    assert plan.largest(*rows) == 42  # 15 + 2 * 42 = 99
-    rows[1]["bytes"] = rows[0]["bytes"]
-    assert plan.largest(*rows) == 20
+def measured(tokens, needs, limit=1000):
+    return {"bytes": {"a": needs - 5, "b": 5}, "tokens_per_chip": tokens} | {
+        "limit_bytes": limit
+    }
+
+
+@pytest.mark.parametrize("told", ["Used 7.5G of 1.0G hbm", "no number"])
+def test_the_largest_batch_is_one_that_was_compiled(told):
+    # Flat at first, steep later, as when other buffers hide what a batch needs.
+    def needs(tokens):
+        return 100 + tokens // 10 + max(0, tokens - 200) * 2
+
+    def measure_at(tokens):
+        tried.append(tokens)
+        if needs(tokens) > 1000:
+            raise plan.DoesNotFitError(told)
+        return measured(tokens, needs(tokens))
+
+    tried = []
+    found = plan.largest(measure_at, measured(10, needs(10)))
+    assert found["tokens_per_chip"] in tried and plan.total(found) <= 1000
+    assert len(tried) <= 5
+    # 619 tokens are the most that fit.
+    assert 200 < found["tokens_per_chip"] <= 619
+
+
+def test_a_straight_line_is_followed_to_its_end():
+    found = plan.largest(lambda n: measured(n, 100 + 2 * n), measured(10, 120))
+    assert found["tokens_per_chip"] == 450
+
+
+def test_if_nothing_larger_fits_the_first_is_the_largest():
+    def measure_at(tokens):
+        raise plan.DoesNotFitError("Used 1.5G of 1.0G")
+
+    first = measured(10, 999)
+    assert plan.largest(measure_at, first) is first
+
+
+def test_what_does_not_fit_says_how_much_it_needs():
+    error = plan.DoesNotFitError("RESOURCE_EXHAUSTED: Used 54.5G of 15.75G hbm.")
+    assert error.bytes == 54.5 * 2**30 and "54.5G of 15.75G" in str(error)
 
 
 def test_a_step_is_compiled_for_devices_and_read(monkeypatch):
@@ -34,8 +68,9 @@ def test_a_step_is_compiled_for_devices_and_read(monkeypatch):
     assert 0 < row["bytes"]["arguments"] < 3 * 4 * row["parameters"]
     assert row["bytes"]["temporaries"] > 0 and row["collectives"]["all-reduce"]["bytes"]
     assert row["seconds"]["step"] > row["seconds"]["links"] > 0
-    text = plan.render(row | {"largest_tokens_per_chip": 7})
+    text = plan.render(row)
     assert "8 chips" in text and "not measured" in text
+    assert "15 tokens a chip, compiled" in plan.render_largest(row)
 
 
 def test_chips_and_compilers_that_are_not_there_are_named(monkeypatch):
