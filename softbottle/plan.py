@@ -47,14 +47,14 @@ class DoesNotFitError(ValueError):
 
 
 CHIPS = {
-    "v4": Chip(275e12, 32e9, 1.228e12, 300e9),
     "v5e": Chip(197e12, 16e9, 0.819e12, 200e9),
     "v5p": Chip(459e12, 95e9, 2.765e12, 600e9),
     "v6e": Chip(918e12, 32e9, 1.640e12, 448e9),
     "h200": Chip(989e12, 141e9, 4.8e12, 450e9),
 }
-# Of a chip's peak; large products reach 0.65 to 0.8 of it on the GPU we measured.
-USED = 0.6
+# Of a chip's peak: whole steps of MoS reached 0.52 to 0.63 of an H200's, those of a
+# softmax 0.31 to 0.54 (docs/scaling.md).
+USED = 0.5
 _TRIES = 5  # compilations to find the largest batch
 
 _H200 = """
@@ -80,13 +80,17 @@ def devices(topology: str) -> list[Any]:
     kind = topology.partition(":")[0]
     if kind not in CHIPS:
         raise ValueError(f"no chip is called {kind!r}; there are {list(CHIPS)}.")
+    if kind != "h200" and not re.fullmatch(r"\w+:\d+x\d+(x\d+)?", topology):
+        raise ValueError(f"a slice is named like {kind}:16x16, got {topology!r}.")
     try:
         if kind == "h200":
             found = topologies.get_topology_desc(
                 platform="cuda", target_config=_H200, topology="1x1x1"
             )
         else:
-            found = topologies.get_topology_desc(platform="tpu", topology_name=topology)
+            found = topologies.get_topology_desc(
+                platform="tpu", topology_name=topology, **_host(topology)
+            )
     except Exception as error:
         raise ValueError(_without_compiler(kind, error)) from error
     return list(found.devices)
@@ -252,6 +256,13 @@ def _moved(sent):
 
 def _gib(count):
     return f"{count / 2**30:9.3f} GiB"
+
+
+def _host(topology):
+    """How many chips a host of a slice has, where it is less than the usual 2 x 2."""
+    sides = topology.partition(":")[2].split("x")
+    bounds = [min(int(side), 2) for side in sides[:2]]
+    return {} if bounds == [2, 2] else {"chips_per_host_bounds": [*bounds, 1]}
 
 
 def _without_compiler(kind, error):

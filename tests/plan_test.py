@@ -85,3 +85,27 @@ def test_chips_and_compilers_that_are_not_there_are_named(monkeypatch):
         plan.devices("v5e:2x2")
     with pytest.raises(ValueError, match="cannot compile for h200"):
         plan.devices("h200")
+    for name in ("v5e", "v5e:", "v5e:two", "v5e:4"):
+        with pytest.raises(ValueError, match="named like v5e:16x16, got"):
+            plan.devices(name)
+
+
+@pytest.mark.parametrize(
+    ("topology", "host"),
+    [
+        ("v5e:16x16", {}),
+        ("v5p:4x4x4", {}),
+        ("v6e:1x1", {"chips_per_host_bounds": [1, 1, 1]}),
+        ("v5e:1x2", {"chips_per_host_bounds": [1, 2, 1]}),
+    ],
+)
+def test_a_slice_smaller_than_a_host_says_so(monkeypatch, topology, host):
+    asked = {}
+
+    def describe(**settings):
+        asked.update(settings)
+        return type("Description", (), {"devices": ()})
+
+    monkeypatch.setattr(plan.topologies, "get_topology_desc", describe)
+    plan.devices(topology)
+    assert asked == {"platform": "tpu", "topology_name": topology} | host
