@@ -24,7 +24,8 @@ ARRAYS = flags.DEFINE_string(
     "arrays",
     None,
     "An .npz with hidden [N, D] and table [V, D], maybe bias and labels, and/or with "
-    "attention logits [R, L] and values [L, D].",
+    "attention logits [R, L] and values [L, D], and/or with parameters, tokens and "
+    "loss [M] of trained models, maybe names and which are fitted: their scaling law.",
 )
 HF = flags.DEFINE_string(
     "hf", None, "A Hugging Face causal language model: a folder, or a name on the hub."

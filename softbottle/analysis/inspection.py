@@ -18,6 +18,7 @@ from softbottle.analysis import (
     ngram,
     rank,
     saturation,
+    scaling,
     training,
 )
 from softbottle.analysis.asked import USUAL, Asked
@@ -82,7 +83,9 @@ def of_arrays(
     Args:
         path: an .npz file with `hidden` [N, D] and `table` [V, D], and if there are
             any `bias` [V] and `labels` [N]; or with attention `logits` [R, L] and
-            `values` [L, D]; or with all of these.
+            `values` [L, D]; or with `parameters`, `tokens` and `loss` [M] of trained
+            models, and if there are any their `names` [M] and which are to be `fitted`
+            [M]; or with all of these.
         instruments: names from `captured.INSTRUMENTS` for the head's arrays.
         asked: how closely.
 
@@ -106,10 +109,18 @@ def of_arrays(
         sections += captured.sections(capture, instruments, asked)
     if {"logits", "values"} <= set(arrays):
         sections.append(_attention_section(arrays["logits"], arrays["values"]))
+    if {"parameters", "tokens", "loss"} <= set(arrays):
+        sections.append(
+            scaling.of_models(
+                *(arrays[name] for name in ("parameters", "tokens", "loss")),
+                arrays.get("names"),
+                arrays.get("fitted"),
+            )
+        )
     if not sections:
         raise ValueError(
-            f"{path} needs hidden and table, or logits and values; it has "
-            f"{sorted(arrays)}."
+            f"{path} needs hidden and table, or logits and values, or parameters, "
+            f"tokens and loss; it has {sorted(arrays)}."
         )
     return sections
 

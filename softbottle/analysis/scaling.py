@@ -79,6 +79,38 @@ def fit(
     return law(found.x)
 
 
+def of_models(
+    parameters_M: np.ndarray,
+    tokens_M: np.ndarray,
+    loss_M: np.ndarray,
+    names: Sequence[str] | None = None,
+    fitted_M: np.ndarray | None = None,
+) -> report.Section:
+    """The law of the models that do not saturate, and the gap of every one to it.
+
+    Args:
+        parameters_M, tokens_M, loss_M: as of `fit`.
+        names: of the models; their numbers of parameters if there are none.
+        fitted_M: which models the law is fitted to; by default the larger half.
+
+    Raises:
+        ValueError: as `fit`, or if `names` or `fitted_M` is not one for each.
+    """
+    if names is None:
+        names = [f"{count:.3g}" for count in np.ravel(parameters_M)]
+    if fitted_M is None:
+        fitted_M = parameters_M >= np.median(parameters_M)
+    fitted_M = np.asarray(fitted_M, bool)
+    if not len(names) == np.size(fitted_M) == np.size(parameters_M):
+        raise ValueError(
+            f"{np.size(parameters_M)} models need a name each and to be fitted or not, "
+            f"got {len(names)} and {np.size(fitted_M)}."
+        )
+    data = (parameters_M, tokens_M, loss_M)
+    law = fit(*(np.asarray(one)[fitted_M] for one in data))
+    return section(law, [str(name) for name in names], *data)
+
+
 def section(
     law: Law,
     names: Sequence[str],

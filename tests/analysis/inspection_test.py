@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from softbottle.analysis import inspection, lowrank
+from softbottle.analysis import inspection, lowrank, scaling
 from tests import commands, tiny
 
 WORDS, WIDTH = 13, 3
@@ -101,6 +101,23 @@ def test_other_instruments_read_arrays_on_request(tmp_path):
     path = make_arrays(tmp_path / "states.npz", logits=None)
     (section,) = inspection.of_arrays(path, ["argmax"])
     assert section.numbers["words"]["states"]["tried"] == 17
+
+
+def test_losses_of_models_are_put_beside_the_law_of_the_larger_ones(tmp_path):
+    law = scaling.Law(100.0, 0.3)
+    parameters = np.array([1e7, 3e7, 1e9, 3e9])
+    tokens = np.full(4, 3e11)
+    loss = law.loss(parameters, tokens)
+    loss[0] *= 1.07
+    models = {"parameters": parameters, "tokens": tokens, "loss": loss}
+    np.savez(tmp_path / "m.npz", **models, names=["a", "b", "c", "d"])
+    (section,) = inspection.of_arrays(tmp_path / "m.npz")
+    found = section.numbers
+    assert found["alpha"] == pytest.approx(0.3) and found["a"] == pytest.approx(100)
+    assert found["gaps"] == pytest.approx({"a": 0.07, "b": 0, "c": 0, "d": 0}, abs=1e-6)
+    np.savez(tmp_path / "n.npz", **models, fitted=[True, True])
+    with pytest.raises(ValueError, match="4 models need .* 4 and 2"):
+        inspection.of_arrays(tmp_path / "n.npz")
 
 
 def test_bad_arrays_are_errors_that_say_what_is_wrong(tmp_path):
