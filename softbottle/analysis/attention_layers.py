@@ -7,7 +7,9 @@ separability; stretches of text give further rows. Beside them stands
 
     spread = exp(-sum_i alpha_i log alpha_i) / L,
 
-the share of the tokens that a head would read if it read some of them equally.
+the share of the tokens that a head would read if it read some of them equally. What
+other normalisers would make of the same logits, which were trained for softmax, is told
+as a mean over all heads.
 """
 
 from collections.abc import Sequence
@@ -22,6 +24,11 @@ from softbottle.analysis import attention, normalisers, report
 
 COUNTS = (1, 2, 5, 10, 20, 50, 100)  # numbers of tokens that may be selected
 SELECTED = 5  # tokens that `inside` and `tightness` are about
+_COMPARED = {
+    "spread": "spread",
+    "inside": f"share of {SELECTED} within reach",
+    "largest": "largest weight",
+}
 PUBLISHED = 0.06  # share of the tokens that Mudarisov et al. find critical in GPT-2
 
 
@@ -38,6 +45,8 @@ class Heads(NamedTuple):
         spread_LH: from the head of this file.
         critical_L: the first of `COUNTS` whose distances are not told from those of
             random sets over all rows of a layer; 0 where each is.
+        normalised: by normaliser, "spread", "inside" and "largest" of its weights,
+            averaged over layers and heads.
     """
 
     length: int
@@ -47,6 +56,7 @@ class Heads(NamedTuple):
     largest_LH: np.ndarray
     spread_LH: np.ndarray
     critical_L: np.ndarray
+    normalised: dict[str, dict[str, float]]
 
 
 def measure(
@@ -72,29 +82,29 @@ def measure(
             f"{SELECTED}] need as many layers of states, with a row a token; got "
             f"{[one.shape for one in states]}."
         )
+    values = [_unit(one).reshape(stretches, length, -1) for one in states]
+    maps = {
+        name: _maps(apply(logits_LWHS), values)
+        for name, apply in normalisers.ALL.items()
+    }
     weights_LWHS = normalisers.softmax(logits_LWHS)
-    found, critical = [], []
-    for weights_WHS, states_ND in zip(weights_LWHS, states, strict=True):
-        values_WSD = _unit(states_ND).reshape(stretches, length, -1)
-        pairs = list(zip(weights_WHS, values_WSD, strict=True))
-        picked = [attention.selection(*pair, SELECTED) for pair in pairs]
-        found.append(
-            (
-                np.mean([one.inside_R for one in picked], axis=0),
-                np.mean([one.distance_R / one.bound_R for one in picked], axis=0),
-            )
-        )
-        critical.append(_critical(pairs, length, seed))
-    inside_LH, tightness_LH = map(np.stack, zip(*found, strict=True))
-    spread_LWH = np.exp(special.entr(weights_LWHS).sum(axis=-1)) / length
+    critical = [
+        _critical(list(zip(*layer, strict=True)), length, seed)
+        for layer in zip(weights_LWHS, values, strict=True)
+    ]
+    softmax = maps["softmax"]
     return Heads(
         length,
         stretches,
-        inside_LH,
-        tightness_LH,
-        weights_LWHS.max(axis=-1).mean(axis=1),
-        spread_LWH.mean(axis=1),
+        softmax["inside"],
+        softmax["tightness"],
+        softmax["largest"],
+        softmax["spread"],
         np.array(critical),
+        {
+            name: {key: float(one[key].mean()) for key in _COMPARED}
+            for name, one in maps.items()
+        },
     )
 
 
@@ -107,9 +117,9 @@ def section(found: dict[str, Heads]) -> report.Section:
         figure.subplots(len(found), 3, squeeze=False), found.items(), strict=True
     ):
         for axes, title, values_LH in (
-            (row[0], "spread", one.spread_LH),
-            (row[1], f"share of {SELECTED} within reach", one.inside_LH),
-            (row[2], "largest weight", one.largest_LH),
+            (row[0], _COMPARED["spread"], one.spread_LH),
+            (row[1], _COMPARED["inside"], one.inside_LH),
+            (row[2], _COMPARED["largest"], one.largest_LH),
         ):
             # White at 0: at night the page turns it round, and 0 is dark.
             image = axes.imshow(
@@ -135,8 +145,49 @@ def section(found: dict[str, Heads]) -> report.Section:
         "of the tokens."
     )
     figures = [report.Figure("attention-heads", figure, reading)]
+    figures.append(_draw_normalisers(found))
     numbers = {name: one._asdict() for name, one in found.items()}
     return report.Section("Attention by layer", " ".join(lines), figures, numbers)
+
+
+def _draw_normalisers(found):
+    figure = matplotlib.figure.Figure(figsize=(9, 3.2), layout="constrained")
+    width = 0.8 / len(found)
+    for axes, key in zip(figure.subplots(1, len(_COMPARED)), _COMPARED, strict=True):
+        for index, (name, one) in enumerate(found.items()):
+            heights = [measured[key] for measured in one.normalised.values()]
+            at = np.arange(len(heights)) + width * (index - (len(found) - 1) / 2)
+            axes.bar(at, heights, width, label=name)
+        axes.set_xticks(range(len(heights)), normalisers.ALL, rotation=20, ha="right")
+        axes.set(title=_COMPARED[key], ylim=(0, 1))
+    if len(found) > 1:
+        axes.legend(fontsize="small")
+    reading = (
+        "The same logits under other normalisers, mean over all heads. They were "
+        "trained for softmax, so this shows what a normaliser does, not how a model "
+        "trained with it would do."
+    )
+    return report.Figure("attention-normalisers", figure, reading)
+
+
+def _maps(weights_LWHS, values):
+    """What the weights of each layer and head select, averaged over stretches."""
+    inside, tightness = [], []
+    for weights_WHS, values_WSD in zip(weights_LWHS, values, strict=True):
+        picked = [
+            attention.selection(*pair, SELECTED)
+            for pair in zip(weights_WHS, values_WSD, strict=True)
+        ]
+        inside.append(np.mean([one.inside_R for one in picked], axis=0))
+        ratios = [one.distance_R / one.bound_R for one in picked]
+        tightness.append(np.mean(ratios, axis=0))
+    entropy_LWH = special.entr(weights_LWHS).sum(axis=-1)
+    return {
+        "inside": np.stack(inside),
+        "tightness": np.stack(tightness),
+        "largest": weights_LWHS.max(axis=-1).mean(axis=1),
+        "spread": (np.exp(entropy_LWH) / weights_LWHS.shape[-1]).mean(axis=1),
+    }
 
 
 def _critical(pairs, length, seed):

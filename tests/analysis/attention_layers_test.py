@@ -54,9 +54,26 @@ def test_a_constant_added_to_a_row_changes_nothing():
     logits_LWHS, states = random_logits(), make_states()
     moved = attention_layers.measure(logits_LWHS - 50, states)
     for one, other in zip(
-        attention_layers.measure(logits_LWHS, states), moved, strict=True
+        attention_layers.measure(logits_LWHS, states)[:-1], moved[:-1], strict=True
     ):
         np.testing.assert_allclose(one, other, rtol=1e-9)
+
+
+def test_every_normaliser_is_measured_on_the_same_logits():
+    logits_LWHS, states = random_logits(), make_states()
+    found = attention_layers.measure(logits_LWHS, states)
+    assert set(found.normalised) == set(normalisers.ALL)
+    softmax, sparsemax = (found.normalised[n] for n in ("softmax", "sparsemax"))
+    assert softmax["spread"] == pytest.approx(found.spread_LH.mean())
+    assert softmax["inside"] == pytest.approx(found.inside_LH.mean())
+    weights_LWHS = normalisers.sparsemax(logits_LWHS)
+    largest = np.mean(
+        [[row.max() for row in w.reshape(-1, LENGTH)] for w in weights_LWHS]
+    )
+    assert sparsemax["largest"] == pytest.approx(largest)
+    # Sharper weights: fewer tokens are read, and the largest weighs more.
+    assert sparsemax["spread"] < softmax["spread"]
+    assert sparsemax["largest"] > softmax["largest"]
 
 
 def test_the_section_names_each_model(tmp_path):
