@@ -1,4 +1,4 @@
-"""A run's validation perplexity against its epochs."""
+"""Validation perplexity along the training: of one run, or of several."""
 
 import pathlib
 from typing import Any
@@ -6,6 +6,12 @@ from typing import Any
 import matplotlib.figure
 
 from softbottle import metrics
+from softbottle.analysis import report
+
+
+def validations(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The lines of a run's metrics that tell a finite validation perplexity."""
+    return [line for line in lines if line.get("valid_perplexity") is not None]
 
 
 def draw(lines: list[dict[str, Any]], title: str) -> matplotlib.figure.Figure:
@@ -18,7 +24,7 @@ def draw(lines: list[dict[str, Any]], title: str) -> matplotlib.figure.Figure:
     Raises:
         ValueError: if the run was never validated.
     """
-    points = [line for line in lines if line.get("valid_perplexity") is not None]
+    points = validations(lines)
     if not points:
         raise ValueError("the run has no validation to draw.")
     figure = matplotlib.figure.Figure(figsize=(7, 4), layout="constrained")
@@ -45,6 +51,53 @@ def draw(lines: list[dict[str, Any]], title: str) -> matplotlib.figure.Figure:
     axes.yaxis.set_minor_formatter("{x:.0f}")
     axes.legend()
     return figure
+
+
+def compare(found: dict[str, list[dict[str, Any]]]) -> matplotlib.figure.Figure:
+    """Validation perplexity of several runs against the tokens they have seen.
+
+    Args:
+        found: by name, a run's metrics, with a validation or more; padding counts
+            among the tokens.
+    """
+    figure = matplotlib.figure.Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    for name, lines in found.items():
+        data = lines[0]["start"]["config"]["data"]
+        points = validations(lines)
+        axes.plot(
+            [line["step"] * data["rows"] * data["length"] / 1e6 for line in points],
+            [line["valid_perplexity"] for line in points],
+            marker="o" if len(points) < 20 else None,
+            markersize=4,
+            label=f"{name}: {points[-1]['valid_perplexity']:.2f}",
+        )
+    axes.set(xlabel="million tokens", ylabel="validation perplexity", yscale="log")
+    axes.yaxis.set_major_formatter("{x:.0f}")
+    axes.yaxis.set_minor_formatter("{x:.0f}")
+    axes.legend()
+    return figure
+
+
+def section(found: dict[str, list[dict[str, Any]]]) -> report.Section:
+    """Runs side by side, with the last and the best perplexity of each."""
+    perplexity = {
+        name: [line["valid_perplexity"] for line in validations(lines)]
+        for name, lines in found.items()
+    }
+    numbers = {
+        name: {"last": seen[-1], "best": min(seen)} for name, seen in perplexity.items()
+    }
+    told = "; ".join(
+        f"{name} {one['last']:.2f} at its end, {one['best']:.2f} at its best"
+        for name, one in numbers.items()
+    )
+    reading = (
+        "Where a curve turns up again, the model learns its training text by heart."
+    )
+    figures = [report.Figure("validation", compare(found), reading)]
+    title = "Validation perplexity"
+    return report.Section(title, f"{told}.", figures, numbers)
 
 
 def write(workdir: pathlib.Path, title: str) -> None:

@@ -7,12 +7,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from softbottle import evaluate
+from softbottle import evaluate, metrics
 from softbottle.analysis import (
     argmax,
     attention,
     attention_layers,
     captured,
+    curves,
     gradient,
     lowrank,
     ngram,
@@ -144,6 +145,14 @@ def _subject(workdir, split, positions):
     )
 
 
+def _curve(subjects, asked):
+    """Only where a run has metrics of its validations."""
+    del asked
+    found = {name: metrics.read(one.workdir) for name, one in subjects.items()}
+    found = {name: lines for name, lines in found.items() if curves.validations(lines)}
+    return curves.section(found) if found else None
+
+
 def _rank(subjects, asked):
     return rank.section(
         {
@@ -258,8 +267,18 @@ def _table(run):
 
 
 # By default all but the one that trains.
-QUICK = ("rank", "saturation", "training", "attention", "gradient", "argmax", "ngram")
+QUICK = (
+    "curve",
+    "rank",
+    "saturation",
+    "training",
+    "attention",
+    "gradient",
+    "argmax",
+    "ngram",
+)
 INSTRUMENTS: dict[str, Callable[..., Section | None]] = {
+    "curve": _curve,
     "rank": _rank,
     "saturation": _saturation,
     "training": _training,

@@ -25,6 +25,19 @@ def test_the_curve_has_a_line_before_and_one_after_averaging():
     assert [text.get_text() for text in axes.texts] == ["61.50"]
 
 
+def test_runs_are_compared_by_the_tokens_they_have_seen():
+    lines = make_lines()
+    lines[0]["start"] = {"config": {"data": {"rows": 4, "length": 250_000}}}
+    (axes,) = curves.compare({"one": lines, "two": lines[:-1]}).axes
+    first, second = axes.lines
+    assert list(first.get_xdata()) == [7, 14, 21]
+    assert list(second.get_ydata()) == [90, 70]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == [
+        "one: 61.50",
+        "two: 70.00",
+    ]
+
+
 def test_a_run_without_validation_has_no_curve():
     with pytest.raises(ValueError, match="no validation"):
         curves.draw(make_lines()[:2], "a run")

@@ -6,6 +6,7 @@ import json
 import numpy as np
 import pytest
 
+from softbottle import config, metrics
 from softbottle.analysis import inspection, lowrank, scaling
 from tests import commands, tiny
 
@@ -24,6 +25,12 @@ def workdirs(tmp_path_factory):
             model__table_range=3.0,
         )
         tiny.write_run(folder / head, run)
+        start = {"config": config.to_dict(run.config)}
+        writer = metrics.Writer(folder / head, 0, start)
+        for step in (1, 2):
+            perplexity = 9.0 / components / step
+            writer.write(step, epoch=0, valid_perplexity=perplexity, averaging=False)
+        writer.close()
     return [folder / "mos", folder / "softmax"]
 
 
@@ -40,6 +47,12 @@ def test_every_instrument_has_its_section_and_its_picture(sections):
     # These runs have neither a series of checkpoints nor attention.
     assert len(sections) == len(inspection.QUICK) - 2
     assert all(section.figures and section.reading for section in sections)
+
+
+def test_validations_of_runs_are_put_side_by_side(sections):
+    numbers = by_title(sections)["Validation perplexity"].numbers
+    assert numbers["mos"] == {"last": 2.25, "best": 2.25}
+    assert numbers["softmax"] == {"last": 4.5, "best": 4.5}
 
 
 def test_the_ranks_are_those_of_the_heads(sections):
