@@ -160,6 +160,10 @@ def _draw_normalisers(found):
             axes.bar(at, heights, width, label=name)
         axes.set_xticks(range(len(heights)), normalisers.ALL, rotation=20, ha="right")
         axes.set(title=_COMPARED[key], ylim=(0, 1))
+        if key == "spread":
+            # From one token to all of them.
+            longest = max(one.length for one in found.values())
+            axes.set(yscale="log", ylim=(0.5 / longest, 1))
     if len(found) > 1:
         axes.legend(fontsize="small")
     reading = (
