@@ -36,8 +36,10 @@ ROWS = P((DATA, MODEL))
 TABLES = ("table_VE", "output_VE", "bias_V")
 # Smaller arrays are cheaper to keep than to gather.
 SPLIT_ABOVE = 2**12
-# The exit status of a process that leaves because the job is broken.
-BROKEN = 70
+# Exit statuses of a process that leaves a job: because another has died or the
+# connection has, so that the job should be started again; because of an error of its own,
+# which would only come again.
+BROKEN, FAILED = 70, 1
 
 
 def make_mesh(
@@ -239,17 +241,29 @@ def wait_for_all(name: str) -> None:
 
 def leave(error: BaseException) -> NoReturn:
     """End this process at once, so that those that wait for it find out."""
-    # An orderly exit would wait for the others, who wait for this one.
     traceback.print_exception(error)
-    print(
-        f"process {jax.process_index()} of {jax.process_count()} cannot go on: this "
-        "process failed (see above), or one that it works with has died. Start the "
-        "job again with the same --workdir: it resumes from the last complete "
-        "checkpoint.",
-        file=sys.stderr,
-        flush=True,
-    )
-    os._exit(BROKEN)
+    who = f"process {jax.process_index()} of {jax.process_count()}"
+    status = BROKEN if _is_of_the_runtime(error) else FAILED
+    if status == BROKEN:
+        told = (
+            f"{who} cannot go on: its device failed (see above), or a process that it "
+            "works with has died. Start the job again with the same --workdir: it "
+            "resumes from the last complete checkpoint."
+        )
+    else:
+        told = f"{who} failed (see above). The last complete checkpoint is intact."
+    print(told, file=sys.stderr, flush=True)
+    # An orderly exit would wait for the others, who wait for this one.
+    os._exit(status)
+
+
+def _is_of_the_runtime(error):
+    """Whether an error, or one that it came of, is what jax tells of lost processes."""
+    while error is not None:
+        if isinstance(error, jax.errors.JaxRuntimeError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _last_name(path):

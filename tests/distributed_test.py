@@ -171,14 +171,17 @@ def test_a_preempted_job_saves_and_goes_on_with_other_processes(start, undisturb
     reason="takes minutes: set SOFTBOTTLE_STRESS to a number of rounds",
 )
 def test_nothing_is_lost_whatever_dies_whenever(start, undisturbed):
-    moment = random.Random(0)
-    for _ in range(int(os.environ["SOFTBOTTLE_STRESS"])):
+    rounds = int(os.environ["SOFTBOTTLE_STRESS"])
+    moment = random.Random(rounds)
+    for _ in range(rounds):
         job = start("run")
         done = len(losses(job))
         if done > STEPS - 15:
             break
         step, victim = done + moment.randint(1, 12), moment.randint(0, 1)
-        if moment.random() < 0.3:
+        asked = moment.random() < 0.3
+        print(f"from {done}: process {victim} is", "asked" if asked else "killed", step)
+        if asked:
             job.reach(step)
             job.processes[victim].send_signal(signal.SIGTERM)
             assert job.wait(60) == [0, 0], job.told()

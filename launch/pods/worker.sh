@@ -8,7 +8,8 @@
 #
 #     0      the run is finished
 #     75     stopped early, saved: start again with the same WORKDIR
-#     other  failed; 70, 134 and 137 are a job that lost a process: start again
+#     1      failed by itself, and would again
+#     other  70, 134 and 137 are a job that lost a process: start again
 set -euo pipefail
 
 CONFIG=${CONFIG:-configs/lm1b.py:mos}
