@@ -37,7 +37,7 @@ TABLES = ("table_VE", "output_VE", "bias_V")
 # Smaller arrays are cheaper to keep than to gather.
 SPLIT_ABOVE = 2**12
 # Exit statuses of a process that leaves a job: because another has died, so that the
-# job should be started again, or because of an error of its own, which would come again.
+# job should be started again; because of an error of its own, which would come again.
 BROKEN, FAILED = 70, 1
 
 
