@@ -1,7 +1,7 @@
 """Compile a training step for machines that are not here, and say what it takes.
 
     python launch/compile.py --config configs/lm1b.py:mos --topology v5e:16x16 \
-        --config.mesh.data=-1 --config.mesh.model=4 --tokens_per_chip 2048
+        --config.mesh.data=-1 --config.mesh.model=4 --tokens-per-chip 2048
     python launch/compile.py --config configs/lm1b.py:mos --topology h200
 
 The whole step is compiled by that machine's own compiler, from shapes alone: it takes
@@ -21,7 +21,7 @@ from softbottle import config, plan
 CONFIG = config_flags.DEFINE_config_file("config", help_string="A file of configs/.")
 TOPOLOGY = flags.DEFINE_string("topology", None, "v5e:16x16, v5p:4x4x4, v6e:8x8, h200.")
 VOCAB = flags.DEFINE_integer("vocab", 0, "Words; 0: the config's data.vocab_size.")
-TOKENS = flags.DEFINE_integer("tokens_per_chip", 2048, "Of a batch.", lower_bound=1)
+TOKENS = flags.DEFINE_integer("tokens-per-chip", 2048, "Of a batch.", lower_bound=1)
 LARGEST = flags.DEFINE_bool(
     "largest", True, "Compile larger batches, too, to find the largest that fits."
 )

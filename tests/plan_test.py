@@ -3,6 +3,7 @@ import pytest
 
 from softbottle import config as configs
 from softbottle import model, plan
+from tests import commands
 
 
 def make_config():
@@ -109,3 +110,12 @@ def test_a_slice_smaller_than_a_host_says_so(monkeypatch, topology, host):
     monkeypatch.setattr(plan.topologies, "get_topology_desc", describe)
     plan.devices(topology)
     assert asked == {"platform": "tpu", "topology_name": topology} | host
+
+
+def test_the_command_says_what_is_wrong_with_its_flags():
+    flags = ("--config", "configs/lm1b.py:mos", "--tokens-per-chip", "40")
+    answer = commands.finish(
+        commands.start("compile.py", *flags, "--topology", "v9:2x2")
+    )
+    assert answer.code == 1 and "no chip is called 'v9'" in answer.errors
+    assert "Traceback" not in answer.errors
