@@ -114,8 +114,8 @@ def measure(
         DoesNotFitError: if the step does not fit.
         ValueError: if there is no such slice or compiler.
     """
-    chip = CHIPS[topology.partition(":")[0]]
     there = devices(topology)
+    chip = CHIPS[topology.partition(":")[0]]
     config = _for_topology(config, topology, len(there), tokens)
     mesh = sharding.make_mesh(config.mesh, there)
     compiled, shapes = _compile(config, vocab, mesh)
