@@ -40,6 +40,7 @@ def main(arguments: list[str]) -> None:
     try:
         result = plan.measure(CONFIG.value, TOPOLOGY.value, vocab, TOKENS.value)
         print(plan.render(result), flush=True)
+        _write(result)
         if LARGEST.value:
             result["largest"] = plan.largest(
                 lambda tokens: plan.measure(
@@ -48,8 +49,12 @@ def main(arguments: list[str]) -> None:
                 result,
             )
             print(plan.render_largest(result["largest"]))
+            _write(result)
     except ValueError as error:
         sys.exit(str(error))
+
+
+def _write(result):
     if JSON.value:
         pathlib.Path(JSON.value).write_text(json.dumps(result, indent=2))
 
