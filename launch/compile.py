@@ -42,14 +42,14 @@ def main(arguments: list[str]) -> None:
         print(plan.render(result), flush=True)
         _write(result)
         if LARGEST.value:
-            result["largest"] = plan.largest(
+            largest = plan.largest(
                 lambda tokens: plan.measure(
                     CONFIG.value, TOPOLOGY.value, vocab, tokens
                 ),
                 result,
             )
-            print(plan.render_largest(result["largest"]))
-            _write(result)
+            print(plan.render_largest(largest))
+            _write(result | {"largest": largest})
     except ValueError as error:
         sys.exit(str(error))
 
