@@ -189,6 +189,9 @@ def _loop(trainer, state, history):
             epoch, position = stream.epoch, stream.position
             batch = sharding.to_mesh(trainer.mesh, stream.next(), rows)
             state, measured = trainer.step(state, batch, stream.starts_epoch)
+            # Sent for together, and on their way while the next step runs.
+            for value in measured.values():
+                value.copy_to_host_async()
             step += 1
             report.add(step, position, measured)
             trace.after(step, measured)

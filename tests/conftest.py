@@ -20,7 +20,14 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+# First the files that take longest, or a worker is left alone with one at the end; the
+# one that mostly waits for other processes before all.
+LONGEST = ("distributed", "sharding", "train", "contract", "recipe", "model", "modules")
+
+
 def pytest_collection_modifyitems(items):
+    order = {f"{name}_test": place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
     if jax.default_backend() == "gpu":
         return
     reason = f"needs a GPU; jax runs on {jax.default_backend()} here"

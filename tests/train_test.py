@@ -471,8 +471,8 @@ class Launched:
 @pytest.mark.slow
 def test_a_run_that_was_stopped_and_then_killed_ends_like_an_undisturbed_one(tmp_path):
     config = tiny(
-        train__steps=900,
-        train__eval_every=90,
+        train__steps=450,
+        train__eval_every=45,
         train__checkpoint_every=30,
         optim__averaging="nt",
         optim__patience=1,
@@ -488,7 +488,7 @@ def test_a_run_that_was_stopped_and_then_killed_ends_like_an_undisturbed_one(tmp
     assert "asked to stop: saved at step" in stopped.log.read_text()
     assert not (workdir / "summary.json").exists()
     saved = max(int(path.name) for path in (workdir / "checkpoints").iterdir())
-    assert metrics.read(workdir)[-1]["step"] == saved < 900
+    assert metrics.read(workdir)[-1]["step"] == saved < 450
     killed = Launched(config_file, workdir)
     killed.reach(saved + 50)
     killed.process.kill()
