@@ -177,9 +177,9 @@ def _loop(trainer, state, history):
     train, stream = trainer.config.train, trainer.stream
     step, rows = int(state.step), trainer.config.data.rows
     report = _report(trainer, step, history)
-    trace = profiling.Trace(
-        trainer.workdir / "profile", step, train.profile_steps, report.say
-    )
+    # Processes of one machine would write the same files.
+    traced = train.profile_steps if jax.process_index() == 0 else 0
+    trace = profiling.Trace(trainer.workdir / "profile", step, traced, report.say)
     with (
         _termination() as asked_to_stop,
         contextlib.closing(report),
