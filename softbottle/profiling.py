@@ -55,11 +55,13 @@ class Trace:
             self._folder.glob("**/*.xplane.pb"), key=lambda path: path.stat().st_mtime
         )
         shares = busy_shares(jax.profiler.ProfileData.from_file(str(file)))
-        told = ", ".join(f"{100 * share:.1f}%" for share in shares) or "none"
-        return (
-            f"traced {self._last - self._first} steps to {self._folder}; the share of "
-            f"the time in which a device computed: {told}"
+        told = ", ".join(f"{100 * share:.1f}%" for share in shares)
+        found = (
+            f"a device computed for {told} of the time"
+            if shares
+            else "no accelerator is in it"
         )
+        return f"traced {self._last - self._first} steps to {self._folder}: {found}"
 
 
 def busy_shares(profile: Any) -> list[float]:
