@@ -37,17 +37,17 @@ def main(arguments: list[str]) -> None:
     vocab = VOCAB.value or CONFIG.value.data.vocab_size
     if vocab < 2:
         raise app.UsageError("--vocab is needed: the config does not say how many")
+
+    def measure(tokens):
+        print(f"compiling a step of {tokens:,} tokens a chip", flush=True)
+        return plan.measure(CONFIG.value, TOPOLOGY.value, vocab, tokens)
+
     try:
-        result = plan.measure(CONFIG.value, TOPOLOGY.value, vocab, TOKENS.value)
+        result = measure(TOKENS.value)
         print(plan.render(result), flush=True)
         _write(result)
         if LARGEST.value:
-            largest = plan.largest(
-                lambda tokens: plan.measure(
-                    CONFIG.value, TOPOLOGY.value, vocab, tokens
-                ),
-                result,
-            )
+            largest = plan.largest(measure, result)
             print(plan.render_largest(largest))
             _write(result | {"largest": largest})
     except ValueError as error:
