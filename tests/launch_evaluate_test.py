@@ -34,16 +34,19 @@ def workdir(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def answers(workdir):
-    """(stdout, stderr) of both programs; side by side, for speed."""
+    """(stdout, stderr) of the programs; side by side, for speed."""
+    (workdir / "other.txt").write_text("w1 zebra w2\nw3\n")
     flags = {
+        "text": ("--text", workdir / "other.txt", "--tokens", 5),
         "evaluate": ("--split", "test", "--dynamic", "--cache", "--joint")
         + ("--segment", SEGMENT, "--window", WINDOW),
         "generate": ("--prompt", "-", "--tokens", "11", "--top-k", "3")
         + ("--top-p", "0.9", "--temperature", "0.8", "--seed", "5"),
     }
-    prompts = {"evaluate": "", "generate": "w1 zebra w2\n"}
+    prompts = {"text": "", "evaluate": "", "generate": "w1 zebra w2\n"}
+    programs = {name: f"{name}.py" for name in flags} | {"text": "evaluate.py"}
     started = {
-        name: commands.start(f"{name}.py", "--workdir", workdir, *flags[name])
+        name: commands.start(programs[name], "--workdir", workdir, *flags[name])
         for name in flags
     }
     found = {}
@@ -85,6 +88,19 @@ def test_the_numbers_are_those_of_the_model_and_the_flags(answers, workdir):
     # It has learnt a little, and after the first words only.
     assert found["dynamic"]["loss"] != found["static"]["loss"]
     assert found["dynamic"]["loss"] == pytest.approx(static.loss, rel=0.1)
+
+
+def test_any_text_is_scored_with_its_first_word_and_its_unknown_words_counted(
+    answers, workdir
+):
+    found = json.loads(answers["text"][0].splitlines()[-1])
+    run = state.load_run(workdir)
+    # Five of the six words and ends, after the end of a line.
+    ids = run.vocab.encode("\nw1 zebra w2\nw3\n")[:6]
+    expected = evaluate.make_evaluator(run.model)(run.params, ids, 1, 17)
+    assert found["static"]["tokens"] == 5 and found["unknown"] == 1 / 5
+    assert found["static"]["loss"] == pytest.approx(expected.loss, rel=1e-5)
+    assert found["text"] == [str(workdir / "other.txt")]
 
 
 def test_a_prompt_from_standard_input_is_continued_and_its_unknown_words_named(

@@ -47,8 +47,8 @@ def draw(lines: list[dict[str, Any]], title: str) -> matplotlib.figure.Figure:
         ha="right",
     )
     axes.set(xlabel="epoch", ylabel="validation perplexity", title=title, yscale="log")
-    axes.yaxis.set_major_formatter("{x:.0f}")
-    axes.yaxis.set_minor_formatter("{x:.0f}")
+    axes.yaxis.set_major_formatter("{x:.4g}")
+    axes.yaxis.set_minor_formatter("{x:.4g}")
     axes.legend()
     return figure
 
@@ -73,8 +73,8 @@ def compare(found: dict[str, list[dict[str, Any]]]) -> matplotlib.figure.Figure:
             label=f"{name}: {points[-1]['valid_perplexity']:.2f}",
         )
     axes.set(xlabel="million tokens", ylabel="validation perplexity", yscale="log")
-    axes.yaxis.set_major_formatter("{x:.0f}")
-    axes.yaxis.set_minor_formatter("{x:.0f}")
+    axes.yaxis.set_major_formatter("{x:.4g}")
+    axes.yaxis.set_minor_formatter("{x:.4g}")
     axes.legend()
     return figure
 
