@@ -57,8 +57,8 @@ def main(arguments: list[str]) -> None:
         raise app.UsageError(f"not understood: {arguments[1:]}")
     logging.set_verbosity(logging.WARNING)
     run = state.load_run(WORKDIR.value, DTYPE.value)
-    if TEXT.value and DYNAMIC.value:
-        raise app.UsageError("--dynamic needs the training text: it goes with --split")
+    if TEXT.value and (DYNAMIC.value or PATH.value):
+        raise app.UsageError("--dynamic and --path go with a split, not with --text")
     trained_on = None if TEXT.value else _corpus(run)
     if trained_on is None:
         ids = corpus.read(TEXT.value, run.vocab)

@@ -97,7 +97,7 @@ def test_a_value_out_of_range_is_refused_by_name_and_value(path, value):
 
 
 def test_the_centre_of_gss_may_be_negative():
-    configs.validate(changed("head.center", -1.5))
+    assert configs.validate(changed("head.center", -1.5)).head.center == -1.5
 
 
 def test_a_run_without_steps_and_epochs_is_refused():
@@ -140,7 +140,9 @@ def test_a_validated_config_is_frozen(path):
 
 def test_validating_one_config_freezes_no_other():
     configs.validate(Config())
-    Config().head.components = 2
+    other = Config()
+    other.head.components = 2
+    assert other.head.components == 2
 
 
 def test_a_config_survives_the_way_through_json():

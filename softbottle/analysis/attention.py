@@ -33,6 +33,7 @@ from scipy import stats
 
 from softbottle.analysis import normalisers, report
 
+COUNTS = (1, 2, 5, 10, 20, 50, 100)  # numbers of tokens that may be selected
 LEVEL = 0.01  # of the test that calls two samples of distances different
 _CAPTION = (
     "Top left: how far the selected sum is from what was left out, and its bound "
@@ -238,6 +239,16 @@ def limits(
     )
 
 
+def survey(logits_RL: np.ndarray, values_LD: np.ndarray) -> Limits:
+    """`limits` at the counts and temperatures that a report shows.
+
+    Raises:
+        ValueError: as `limits` does.
+    """
+    counts = [count for count in COUNTS if count < np.shape(logits_RL)[-1]]
+    return limits(logits_RL, values_LD, counts, np.geomspace(0.01, 10, 13))
+
+
 def section(found: Limits) -> report.Section:
     """The limits of each normaliser in four pictures."""
     figure = matplotlib.figure.Figure(figsize=(9, 7), layout="constrained")
@@ -259,6 +270,9 @@ def section(found: Limits) -> report.Section:
     distance.set(xlabel="selected tokens", ylabel="distance", xscale="log")
     inside.set(xlabel="selected tokens", ylabel="share within reach", xscale="log")
     length.set(xlabel="tokens", ylabel="largest weight")
+    shown_N = found.lengths_N[[0, len(found.lengths_N) // 2, -1]]
+    length.set_xticks(shown_N, [f"{count:,}" for count in shown_N])
+    length.tick_params(which="minor", labelbottom=False)
     gradient.set(xlabel="temperature", ylabel="change of weights by logit")
     for axes in (distance, inside, length, gradient):
         axes.legend(fontsize="small")

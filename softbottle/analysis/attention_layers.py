@@ -9,7 +9,8 @@ separability; stretches of text give further rows. Beside them stands
 
 the share of the tokens that a head would read if it read some of them equally. What
 other normalisers would make of the same logits, which were trained for softmax, is told
-as a mean over all heads.
+as a mean over all heads, and in full (`attention.limits`) for the heads of the middle
+layer on the first stretch.
 """
 
 from collections.abc import Sequence
@@ -22,7 +23,6 @@ from scipy import special, stats
 
 from softbottle.analysis import attention, normalisers, report
 
-COUNTS = (1, 2, 5, 10, 20, 50, 100)  # numbers of tokens that may be selected
 SELECTED = 5  # tokens that `inside` and `tightness` are about
 _COMPARED = {
     "spread": "spread",
@@ -43,10 +43,11 @@ class Heads(NamedTuple):
         tightness_LH: distance of the selected sum over its bound.
         largest_LH: the largest weight.
         spread_LH: from the head of this file.
-        critical_L: the first of `COUNTS` whose distances are not told from those of
-            random sets over all rows of a layer; 0 where each is.
+        critical_L: the first of `attention.COUNTS` whose distances are not told from
+            those of random sets over all rows of a layer; 0 where each is.
         normalised: by normaliser, "spread", "inside" and "largest" of its weights,
             averaged over layers and heads.
+        limits: of the middle layer's heads on the first stretch.
     """
 
     length: int
@@ -57,6 +58,7 @@ class Heads(NamedTuple):
     spread_LH: np.ndarray
     critical_L: np.ndarray
     normalised: dict[str, dict[str, float]]
+    limits: attention.Limits
 
 
 def measure(
@@ -105,6 +107,7 @@ def measure(
             name: {key: float(one[key].mean()) for key in _COMPARED}
             for name, one in maps.items()
         },
+        attention.survey(logits_LWHS[layers // 2, 0], values[layers // 2][0]),
     )
 
 
@@ -147,6 +150,12 @@ def section(found: dict[str, Heads]) -> report.Section:
     figures = [report.Figure("attention-heads", figure, reading)]
     figures.append(_draw_normalisers(found))
     numbers = {name: one._asdict() for name, one in found.items()}
+    for place, (name, one) in enumerate(found.items()):
+        inner = attention.section(one.limits)
+        numbers[name]["limits"] = inner.numbers
+        (figure,) = inner.figures
+        reading = f"{name}, heads of the middle layer on one stretch. {figure.reading}"
+        figures.append(figure._replace(name=f"{figure.name}-{place}", reading=reading))
     return report.Section("Attention by layer", " ".join(lines), figures, numbers)
 
 
@@ -196,7 +205,7 @@ def _maps(weights_LWHS, values):
 
 def _critical(pairs, length, seed):
     rng = np.random.default_rng(seed)
-    for count in (count for count in COUNTS if count < length):
+    for count in (count for count in attention.COUNTS if count < length):
         rows = [attention.beside_blind(*pair, count, rng) for pair in pairs]
         chosen, blind = (np.concatenate(part) for part in zip(*rows, strict=True))
         if stats.ks_2samp(chosen, blind).pvalue > attention.LEVEL:
@@ -207,7 +216,7 @@ def _critical(pairs, length, seed):
 def _firsts(one):
     some = one.critical_L[one.critical_L > 0]
     if not len(some):
-        most = max(count for count in COUNTS if count < one.length)
+        most = max(count for count in attention.COUNTS if count < one.length)
         return f"in no layer, up to {most} tokens"
     return f"from {int(np.median(some)):,} tokens on in {len(some)} layers (median)"
 

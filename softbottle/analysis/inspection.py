@@ -109,7 +109,8 @@ def of_arrays(
         )
         sections += captured.sections(capture, instruments, asked)
     if {"logits", "values"} <= set(arrays):
-        sections.append(_attention_section(arrays["logits"], arrays["values"]))
+        found = attention.survey(arrays["logits"], arrays["values"])
+        sections.append(attention.section(found))
     if {"parameters", "tokens", "loss"} <= set(arrays):
         sections.append(
             scaling.of_models(
@@ -124,15 +125,6 @@ def of_arrays(
             f"tokens and loss; it has {sorted(arrays)}."
         )
     return sections
-
-
-def _attention_section(logits_RL, values_LD):
-    length = logits_RL.shape[-1]
-    counts = sorted({n for n in (1, 2, 5, 10, 20, 50, 100) if n < length})
-    temperatures = np.geomspace(0.01, 10, 13)
-    return attention.section(
-        attention.limits(logits_RL, values_LD, counts, temperatures)
-    )
 
 
 def _subject(workdir, split, positions):

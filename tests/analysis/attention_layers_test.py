@@ -54,7 +54,7 @@ def test_a_constant_added_to_a_row_changes_nothing():
     logits_LWHS, states = random_logits(), make_states()
     moved = attention_layers.measure(logits_LWHS - 50, states)
     for one, other in zip(
-        attention_layers.measure(logits_LWHS, states)[:-1], moved[:-1], strict=True
+        attention_layers.measure(logits_LWHS, states)[:-2], moved[:-2], strict=True
     ):
         np.testing.assert_allclose(one, other, rtol=1e-9)
 
@@ -74,6 +74,24 @@ def test_every_normaliser_is_measured_on_the_same_logits():
     # Sharper weights: fewer tokens are read, and the largest weighs more.
     assert sparsemax["spread"] < softmax["spread"]
     assert sparsemax["largest"] > softmax["largest"]
+
+
+def test_the_middle_layer_s_heads_are_measured_in_full():
+    logits_LWHS, states = random_logits(), make_states()
+    found = attention_layers.measure(logits_LWHS, states).limits
+    values_SD = states[1][:LENGTH]
+    values_SD = values_SD / np.linalg.norm(values_SD, axis=1, keepdims=True)
+    alone = attention.survey(logits_LWHS[1, 0], values_SD)
+    assert set(found.selections) == set(normalisers.ALL)
+    assert found.critical == alone.critical and list(found.counts_N) == [
+        1,
+        2,
+        5,
+        10,
+        20,
+    ]
+    np.testing.assert_allclose(found.sensitivity_N, alone.sensitivity_N)
+    assert np.all(found.sensitivity_N <= 1 / (2 * found.temperatures_N))
 
 
 def test_the_section_names_each_model(tmp_path):
