@@ -13,6 +13,7 @@ FLOORS = {
     "softbottle.ops": 0,
     "softbottle.hlo": 0,
     "softbottle.config": 0,
+    "softbottle.files": 0,
     "softbottle.heads": 1,
     "softbottle.backbones": 1,
     "softbottle.data": 1,
