@@ -4,7 +4,7 @@ A corpus is encoded once and kept, memory-mapped, under `data.cache`, in a folde
 name is a hash of the text and of the settings that shape its ids. The folder is made
 under another name and renamed when it is complete, so that a crash leaves nothing that
 looks like a cache; processes that encode the same text at the same time all succeed
-and the first one's work is kept.
+and the first one's work is kept. encoded.py says what is in it and how it is checked.
 
     ptb   ptb.train.txt         ptb.valid.txt         ptb.test.txt
     wt2   wiki.train.tokens     wiki.valid.tokens     wiki.test.tokens
@@ -39,15 +39,15 @@ import numpy as np
 import tqdm
 
 from softbottle import config as config_lib
-from softbottle.data import synthetic, templates
+from softbottle.data import encoded, synthetic, templates
 from softbottle.data import vocab as vocab_lib
 from softbottle.data.vocab import Chunk, Corpus, Vocab
 
-SPLITS = ("train", "valid", "test")
+SPLITS = encoded.SPLITS
 CHUNK_BYTES = 1 << 23
 
-# Bumped when the same text and settings would give other ids.
-_FORMAT = 1
+# Bumped when the same text and settings give other ids, or other files.
+_FORMAT = 2
 _WORKERS = min(8, os.cpu_count() or 1)
 _NAMES = {"ptb": "ptb.{}.txt", "wt2": "wiki.{}.tokens", "text": "{}.txt"}
 _LM1B = "{}-monolingual.tokenized.shuffled"
@@ -75,8 +75,8 @@ def load(config: config_lib.Data) -> Corpus:
 
     Raises:
         FileNotFoundError: if a file of the corpus is missing.
-        ValueError: if the text is not text, a split has no words, or the vocabulary
-            cannot express it.
+        ValueError: if the text is not text, a split has no words, the vocabulary
+            cannot express it, or the cache is damaged.
     """
     if config.name == "synthetic":
         return synthetic.corpus(config.synthetic)
@@ -87,10 +87,30 @@ def load(config: config_lib.Data) -> Corpus:
     _warn_of_changed_files(config.name, sums)
     root = pathlib.Path(config.cache or "~/.cache/softbottle").expanduser()
     folder = root / f"{config.name}-{_key(config, sums)}"
-    if (corpus := _opened(folder, config.lowercase)) is None:
+    if (corpus := encoded.opened(folder, config.lowercase)) is None:
         _encode(config, sources, folder)
-        corpus = _opened(folder, config.lowercase)
+        corpus = encoded.opened(folder, config.lowercase)
     return corpus
+
+
+def digest(corpus: Corpus) -> dict[str, str]:
+    """What a corpus is: sha256 by `train`, `valid`, `test` and `vocab`.
+
+    Equal for the same ids and words, wherever they came from. Of a corpus from `load`
+    the hashes are known already; of one made by hand the arrays are read.
+    """
+    return encoded.digest(corpus)
+
+
+def files(config: config_lib.Data) -> dict[str, list[pathlib.Path]]:
+    """The files of each split, for a message; none if the text is made, not read.
+
+    Raises:
+        FileNotFoundError: if a file of the corpus is missing.
+    """
+    if config.name in ("synthetic", "templates"):
+        return {}
+    return {name: list(source.files) for name, source in _sources(config).items()}
 
 
 def read(paths: Sequence[str], vocab: Vocab) -> np.ndarray:
@@ -266,20 +286,6 @@ def _key(config, sums):
     return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
 
 
-def _opened(folder, lowercase):
-    """The corpus in a cache folder, or None if there is no complete one."""
-    try:
-        manifest = json.loads((folder / "manifest.json").read_text())
-    except FileNotFoundError:
-        return None
-    vocab = Vocab.load(folder / "vocab.txt", lowercase)
-    sizes = {name: (folder / f"{name}.int32").stat().st_size // 4 for name in SPLITS}
-    if manifest["tokens"] != sizes or manifest["vocab"] != vocab.digest:
-        raise ValueError(f"the cache {folder} was damaged; delete it and try again.")
-    arrays = (np.memmap(folder / f"{name}.int32", "<i4", "r") for name in SPLITS)
-    return Corpus(*arrays, vocab)
-
-
 def _encode(config, sources, folder):
     """Make a cache folder, all or nothing."""
     partial = folder.parent / f"partial-{uuid.uuid4().hex}"
@@ -287,16 +293,16 @@ def _encode(config, sources, folder):
     try:
         started = time.monotonic()
         tokens, vocab = _write_ids(config, sources, partial)
-        manifest = {
+        facts = {
             "tokens": tokens,
             "vocab": vocab.digest,
             "seconds": round(time.monotonic() - started, 3),
             "files": {name: [f.name for f in sources[name].files] for name in SPLITS},
         }
         vocab.save(partial / "vocab.txt")
-        (partial / "manifest.json").write_text(json.dumps(manifest, indent=1))
-        check(_opened(partial, config.lowercase))
-        _log_speed(config.name, manifest, len(vocab))
+        encoded.seal(partial, facts)
+        check(encoded.opened(partial, config.lowercase))
+        _log_speed(config.name, facts, len(vocab))
         try:
             partial.rename(folder)
         except OSError:
@@ -360,9 +366,9 @@ def _renumber(path, table):
     ids.flush()
 
 
-def _log_speed(name, manifest, vocab):
-    tokens = sum(manifest["tokens"].values())
-    speed = tokens / max(manifest["seconds"], 1e-9)
+def _log_speed(name, facts, vocab):
+    tokens = sum(facts["tokens"].values())
+    speed = tokens / max(facts["seconds"], 1e-9)
     tqdm.tqdm.write(
         f"encoded {name}: {tokens:,} tokens, {vocab:,} words in the vocabulary, "
         f"{speed / 1e6:.1f}M words/s",

@@ -20,6 +20,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from softbottle import files
+
 EOS, UNK = "<eos>", "<unk>"
 
 # Other people's vocabulary files spell the two special words in these ways.
@@ -69,8 +71,8 @@ class Vocab:
         return hashlib.sha256(self._text()).hexdigest()
 
     def save(self, path: os.PathLike | str) -> None:
-        """Write one word a line."""
-        pathlib.Path(path).write_bytes(self._text())
+        """Write one word per line, all of them or none; an equal file is left."""
+        files.replace(pathlib.Path(path), self._text())
 
     @classmethod
     def load(cls, path: os.PathLike | str, lowercase: bool = False) -> "Vocab":
