@@ -3,6 +3,7 @@ import gc
 import pathlib
 import shutil
 import threading
+import warnings
 
 import chex
 import jax
@@ -149,8 +150,16 @@ def test_a_file_that_does_not_belong_to_a_step_is_noticed(folder):
     assert not checkpoint.is_good(folder / str(LATE))
 
 
-@pytest.mark.parametrize("damage", DAMAGE)
-@pytest.mark.parametrize("kind", ["data", "host", "metadata", "manifest"])
+KINDS = [
+    (kind, damage)
+    for kind in ("data", "host", "metadata", "manifest")
+    for damage in DAMAGE
+    # Without a manifest it was never sealed: see the test of unsealed steps.
+    if (kind, damage) != ("manifest", "missing")
+]
+
+
+@pytest.mark.parametrize("kind, damage", KINDS)
 def test_a_damaged_newest_step_is_put_aside_and_the_one_before_restored(
     folder, kind, damage
 ):
@@ -164,7 +173,7 @@ def test_a_damaged_newest_step_is_put_aside_and_the_one_before_restored(
     else:
         victim = step_folder / checkpoint.MANIFEST
     DAMAGE[damage](victim)
-    with pytest.warns(UserWarning, match=f"{LATE} IS INCOMPLETE OR DAMAGED.*broken-7"):
+    with pytest.warns(UserWarning, match=f"{LATE} IS DAMAGED.*broken-7"):
         assert_restores(folder, EARLY)
     assert not step_folder.exists()
     assert (folder / f"broken-{LATE}").is_dir()
@@ -184,6 +193,116 @@ def test_a_step_broken_twice_is_put_aside_twice(folder):
         checkpoints.close()
         assert (folder / expected).is_dir()
     assert_restores(folder, LATE)
+
+
+def test_of_many_damaged_steps_only_the_newest_two_are_kept(folder):
+    for _ in range(4):
+        flip(folder / str(LATE) / "tree" / "_METADATA")
+        with pytest.warns(UserWarning, match="IS DAMAGED"):
+            checkpoints = Checkpoints(folder, keep=2)
+        checkpoints.save(LATE, make_tree(LATE), host_of(LATE))
+        checkpoints.close()
+    assert len(list(folder.glob("broken-*"))) == checkpoint.BROKEN_KEPT == 2
+    assert_restores(folder, LATE)
+
+
+def test_a_newest_step_that_was_never_sealed_is_deleted_with_a_warning(folder):
+    (folder / str(LATE) / checkpoint.MANIFEST).unlink()
+    with pytest.warns(UserWarning, match=f"{LATE} IS INCOMPLETE"):
+        assert_restores(folder, EARLY)
+    assert [path.name for path in folder.iterdir()] == [str(EARLY)]
+
+
+def test_an_older_step_whose_deletion_was_cut_short_is_deleted_in_silence(folder):
+    (folder / str(EARLY) / checkpoint.MANIFEST).unlink()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_restores(folder, LATE)
+    assert [path.name for path in folder.iterdir()] == [str(LATE)]
+
+
+def test_a_process_that_dies_before_the_seal_leaves_the_step_before(
+    folder, tmp_path, monkeypatch
+):
+    left, seal = tmp_path / "left", checkpoint._write_manifest
+
+    def copy_and_seal(step_folder):
+        # What a process that is killed now leaves, and what a reader sees now.
+        shutil.copytree(folder, left)
+        seal(step_folder)
+
+    checkpoints = Checkpoints(folder, keep=1)
+    monkeypatch.setattr(checkpoint, "_write_manifest", copy_and_seal)
+    checkpoints.save(11, make_tree(11), host_of(11))
+    checkpoints.close()
+    monkeypatch.undo()
+    tree, _ = checkpoint.read_newest(left, make_tree(0))
+    chex.assert_trees_all_equal(tree, make_tree(LATE))
+    with pytest.warns(UserWarning, match="11 IS INCOMPLETE"):
+        assert_restores(left, LATE)
+    assert_restores(folder, 11)
+
+
+def test_a_step_that_the_run_may_go_back_to_is_kept_beside_the_newest(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    for step in (2, 4, 6, 8):
+        checkpoints.save(step, make_tree(step), {}, needed_at=5)
+    checkpoints.wait()
+    assert checkpoint.sealed_steps(tmp_path) == [4, 8]
+    checkpoints.forget_after(5)
+    assert checkpoints.latest() == 4
+    # The manager has forgotten too, so that the step can be written again.
+    checkpoints.save(8, make_tree(8), {}, needed_at=8)
+    checkpoints.close()
+    assert checkpoint.sealed_steps(tmp_path) == [8]
+
+
+def test_one_save_at_a_time_over_all_folders(tmp_path, monkeypatch):
+    latest, best = (Checkpoints(tmp_path / name, keep=1) for name in ("a", "b"))
+    finish, begun = ocp.CheckpointManager.wait_until_finished, threading.Event()
+    sealed_before = []
+
+    def finish_late(manager):
+        if threading.current_thread() is not threading.main_thread():
+            begun.wait(5)
+        finish(manager)
+
+    save = ocp.CheckpointManager.save
+
+    def watch(manager, *arguments, **named):
+        sealed_before.append(latest.latest())
+        return save(manager, *arguments, **named)
+
+    monkeypatch.setattr(ocp.CheckpointManager, "wait_until_finished", finish_late)
+    monkeypatch.setattr(ocp.CheckpointManager, "save", watch)
+    latest.save(1, make_tree(1), {})
+    threading.Timer(0.3, begun.set).start()
+    best.save(1, make_tree(1), {})
+    latest.close()
+    best.close()
+    assert sealed_before == [None, 1]
+
+
+def test_a_reader_goes_on_to_the_step_that_took_the_place_of_its_own(
+    folder, monkeypatch
+):
+    is_good = checkpoint.is_good
+
+    def changed_meanwhile(step_folder):
+        monkeypatch.setattr(checkpoint, "is_good", is_good)
+        checkpoints = Checkpoints(folder, keep=1)
+        checkpoints.save(11, make_tree(11), host_of(11))
+        checkpoints.close()
+        return is_good(step_folder)
+
+    monkeypatch.setattr(checkpoint, "is_good", changed_meanwhile)
+    tree, host = checkpoint.read_newest(folder, make_tree(0))
+    assert host == host_of(11)
+    chex.assert_trees_all_equal(tree, make_tree(11))
+
+
+def test_the_host_value_of_a_step_is_read_without_its_arrays(two_steps):
+    assert checkpoint.read_host(two_steps, EARLY) == host_of(EARLY)
 
 
 def test_what_a_killed_save_left_behind_is_ignored(folder):
@@ -212,6 +331,18 @@ def test_if_nothing_good_is_left_it_is_an_error_and_nothing_is_moved(folder, uns
     with pytest.raises(CheckpointError, match=r"every checkpoint in .*steps \[3, 7\]"):
         Checkpoints(folder, keep=2)
     assert sorted(path.name for path in folder.iterdir()) == ["3", "7"]
+
+
+def test_damaged_steps_that_are_not_required_stop_nobody(folder):
+    for step in (EARLY, LATE):
+        flip(folder / str(step) / "tree" / "_METADATA")
+    with pytest.warns(UserWarning, match="IS DAMAGED"):
+        checkpoints = Checkpoints(folder, keep=1, required=False)
+    assert checkpoints.latest() is None
+    checkpoints.save(LATE, make_tree(LATE), host_of(LATE))
+    checkpoints.close()
+    assert_restores(folder, LATE)
+    assert {path.name for path in folder.glob("broken-*")} == {"broken-3", "broken-7"}
 
 
 # What orbax leaves behind when it gives up is its own affair.
