@@ -14,6 +14,7 @@ FLOORS = {
     "softbottle.hlo": 0,
     "softbottle.config": 0,
     "softbottle.files": 0,
+    "softbottle.lock": 0,
     "softbottle.heads": 1,
     "softbottle.backbones": 1,
     "softbottle.data": 1,
