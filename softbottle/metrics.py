@@ -1,8 +1,10 @@
 """What a run reports: JSON lines always, TensorBoard when its writer is installed.
 
-`metrics.jsonl` holds one object a line, each with its `step`; the first is the run's
+`metrics.jsonl` holds one object per line, each with its `step`; the first is the run's
 config and the versions that ran it. A resumed run drops the lines beyond the step it
-resumes from, so that the file reads like that of an undisturbed run.
+resumes from, so that the file reads like that of an undisturbed run. The file is a
+report, not the run: one that was deleted, cut short or damaged costs a warning and the
+lines that are gone.
 """
 
 import importlib.util
@@ -11,25 +13,45 @@ import math
 import pathlib
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import tqdm
 
+from softbottle import files
+
+# Between two lines of progress where stderr is no terminal.
+PLAIN_SECONDS = 60.0
+
 
 class Writer:
-    """Appends to `workdir/metrics.jsonl`, and to event files beside it."""
+    """Appends to `workdir/metrics.jsonl`, and to event files beside it.
 
-    def __init__(self, workdir: pathlib.Path, step: int, start: dict[str, Any]):
+    Args:
+        workdir: the run's folder.
+        step: that the run resumes from; later lines are dropped.
+        start: what the first line tells of the run.
+        logged: the last step up to `step` that was given a line of its own.
+    """
+
+    def __init__(
+        self, workdir: pathlib.Path, step: int, start: dict[str, Any], logged: int = 0
+    ):
         path = workdir / "metrics.jsonl"
         kept = [line for line in _lines(path) if line["step"] <= step]
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
-        temporary.replace(path)
+        if not any("start" in line for line in kept):
+            kept = [{"step": 0, "start": start}, *kept]
+        if logged and not any(line["step"] == logged for line in kept):
+            warnings.warn(
+                f"{path} was deleted or cut short: it has no line of step {logged}, "
+                f"and the run resumes from step {step}. What is gone stays missing in "
+                "its curves.",
+                stacklevel=2,
+            )
+        files.replace(path, "".join(json.dumps(line) + "\n" for line in kept))
         self._file = path.open("a")
         self._events = _event_writer(workdir)
-        if not kept:
-            self.write(0, start=start)
 
     def write(self, step: int, **values: Any) -> None:
         """One line; numbers also go to TensorBoard."""
@@ -52,22 +74,33 @@ class Writer:
 
 
 class Progress:
-    """A bar with its ETA on stderr, and human lines above it."""
+    """A bar with its ETA on stderr, and human lines above it.
+
+    Where stderr is no terminal, a plain line now and then takes the bar's place.
+    """
 
     def __init__(self, total: int, step: int, label: str):
-        terminal = sys.stderr.isatty()
         self._bar = tqdm.tqdm(
             total=total,
             initial=step,
             desc=label,
             unit="step",
-            dynamic_ncols=terminal,
-            mininterval=0.2 if terminal else 10.0,
+            dynamic_ncols=True,
+            mininterval=0.2,
+            disable=not sys.stderr.isatty(),
         )
+        self._total, self._label, self._first = total, label, step
+        self._clock = self._told = time.monotonic()
 
     def advance(self, step: int) -> None:
         """Move the bar to a step."""
         self._bar.update(step - self._bar.n)
+        now = time.monotonic()
+        if self._bar.disable and now - self._told >= PLAIN_SECONDS:
+            self._told = now
+            seconds = (now - self._clock) / max(1, step - self._first)
+            left = tqdm.tqdm.format_interval(seconds * max(0, self._total - step))
+            self.say(f"{self._label}: step {step:,} of {self._total:,}, {left} left")
 
     def say(self, line: str) -> None:
         """Print a line above the bar."""
@@ -247,16 +280,30 @@ def read(workdir: pathlib.Path | str) -> list[dict[str, Any]]:
 
 
 def _lines(path):
+    """The lines that are objects with their step; a warning names the others."""
     if not path.exists():
         return []
-    lines = []
-    for text in path.read_text().splitlines():
-        try:
-            lines.append(json.loads(text))
-        except json.JSONDecodeError:
-            # A killed process may leave half a line, and nothing after it.
-            break
-    return lines
+    # What follows the last line break is being written, or its writer was killed.
+    *complete, rest = path.read_bytes().split(b"\n")
+    lines = [_line(raw) for raw in complete]
+    dropped = [number for number, line in enumerate(lines, 1) if line is None]
+    if dropped:
+        shown = ", ".join(map(str, dropped[:8])) + (", ..." if dropped[8:] else "")
+        warnings.warn(
+            f"{path} is damaged: {len(dropped)} of its lines are no JSON objects with "
+            f"a step and are left out (lines {shown}).",
+            stacklevel=3,
+        )
+    return [line for line in [*lines, _line(rest)] if line is not None]
+
+
+def _line(raw):
+    try:
+        line = json.loads(raw)
+    except ValueError:
+        return None
+    is_line = isinstance(line, dict) and type(line.get("step")) is int
+    return line if is_line else None
 
 
 class _Events:

@@ -84,6 +84,57 @@ def test_half_a_first_line_means_a_new_start(tmp_path):
     assert steps_of(tmp_path) == [0, 1]
 
 
+@pytest.mark.parametrize(
+    "bad", [b"\xff\xfe\n", b"\0\0\n", b"[1]\n", b'{"loss": 1.0}\n', b'{"step": "x"}\n']
+)
+def test_damaged_lines_are_named_and_the_others_kept(tmp_path, bad):
+    write(tmp_path, 1, 2, 3)
+    path = tmp_path / "metrics.jsonl"
+    first, second, *others = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([first, bad, *others]))
+    with pytest.warns(UserWarning, match=r"1 of its lines .*\(lines 2\)"):
+        assert steps_of(tmp_path) == [0, 2, 3]
+    with pytest.warns(UserWarning, match="damaged"):
+        write(tmp_path, 4, resume_from=3)
+    assert steps_of(tmp_path) == [0, 2, 3, 4]
+
+
+def test_a_damaged_first_line_is_written_again(tmp_path):
+    write(tmp_path, 1, 2)
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b"?" + path.read_bytes())
+    with pytest.warns(UserWarning, match="lines 1"):
+        write(tmp_path, 3, resume_from=2)
+    assert metrics.read(tmp_path)[0] == {"step": 0, "start": START}
+    assert steps_of(tmp_path) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("left", [0, 1, 2])
+def test_a_file_that_was_cut_short_or_deleted_is_told(tmp_path, left):
+    write(tmp_path, 1, 2, 3, 4)
+    path = tmp_path / "metrics.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:left]))
+    with pytest.warns(UserWarning, match="no line of step 4.* resumes from step 5"):
+        metrics.Writer(tmp_path, 5, START, logged=4).close()
+    assert metrics.read(tmp_path)[0] == {"step": 0, "start": START}
+
+
+def test_without_a_terminal_progress_is_a_plain_line_now_and_then(monkeypatch, capsys):
+    clock = [0.0]
+    monkeypatch.setattr(metrics.time, "monotonic", lambda: clock[0])
+    progress = metrics.Progress(1000, 100, "mos")
+    for step in range(101, 500):
+        clock[0] += 1.0
+        progress.advance(step)
+    progress.say("a line")
+    progress.close()
+    told = capsys.readouterr().err.splitlines()
+    assert told[0] == "mos: step 160 of 1,000, 14:00 left"
+    assert len(told) == 399 // 60 + 1
+    assert told[-1] == "a line"
+
+
 def test_a_folder_without_metrics_has_no_lines(tmp_path):
     assert metrics.read(tmp_path) == []
 
