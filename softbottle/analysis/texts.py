@@ -5,9 +5,11 @@ frequent words are kept, all others are one word. W-errors are compared over as 
 words of each text as the shortest has: a longer text has more contexts.
 """
 
+import codecs
 import gzip
 import lzma
 import pathlib
+import zlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -77,5 +79,8 @@ def section(
 
 
 def _content(path):
-    with _OPENERS.get(path.suffix, open)(path, "rb") as file:
-        return file.read()
+    try:
+        with _OPENERS.get(path.suffix, open)(path, "rb") as file:
+            return file.read().removeprefix(codecs.BOM_UTF8)
+    except (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error) as error:
+        raise ValueError(f"{path} is damaged or cut short: {error}") from error

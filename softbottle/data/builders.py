@@ -52,7 +52,7 @@ class _Lines(tfds.core.GeneratorBasedBuilder, skip_registration=True):
         }
 
     def _generate_examples(self, path):
-        with open(path, encoding="utf-8", newline="\n") as file:
+        with open(path, encoding="utf-8-sig", newline="\n") as file:
             for index, line in enumerate(file):
                 yield index, {"text": line.strip()}
 
@@ -151,7 +151,7 @@ def _info(builder, disable_shuffling):
 def _shard_examples(name, text):
     """The official builder's keys and records for one shard."""
     # Text mode, since the official builder's lines also end at a carriage return.
-    for index, line in enumerate(io.TextIOWrapper(text, encoding="utf-8")):
+    for index, line in enumerate(io.TextIOWrapper(text, encoding="utf-8-sig")):
         yield f"{name}_{index}", {"text": line.strip()}
 
 

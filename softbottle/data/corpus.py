@@ -18,6 +18,7 @@ first half of the held-out shards validates and the rest tests. TFDS mixes the f
 so the first half of its `test` records validates and the second half tests.
 """
 
+import codecs
 import gzip
 import hashlib
 import json
@@ -235,8 +236,11 @@ def _blocks(path):
         opener = _OPENERS.get(path.suffix)
         file = opener(raw) if opener else raw
         try:
-            while block := file.read(CHUNK_BYTES):
+            # A byte order mark is no part of the first word.
+            start = file.read(len(codecs.BOM_UTF8)).removeprefix(codecs.BOM_UTF8)
+            while block := start + file.read(CHUNK_BYTES):
                 yield block, raw.tell()
+                start = b""
         except (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error) as error:
             raise ValueError(f"{path} is damaged or cut short: {error}") from error
 

@@ -9,11 +9,13 @@ The text is read a single time: words are numbered as they first appear, whateve
 vocabulary will be, and a table then maps these numbers to the vocabulary's.
 """
 
+import codecs
 import collections
 import dataclasses
 import hashlib
 import os
 import pathlib
+import re
 from collections.abc import Iterable, Sequence
 from concurrent import futures
 from typing import NamedTuple
@@ -27,6 +29,7 @@ EOS, UNK = "<eos>", "<unk>"
 # Other people's vocabulary files spell the two special words in these ways.
 _EOS_SPELLINGS = (EOS, "</s>", "</S>")
 _UNK_SPELLINGS = (UNK, "<UNK>")
+_CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,13 +75,18 @@ class Vocab:
 
     def save(self, path: os.PathLike | str) -> None:
         """Write one word per line, all of them or none; an equal file is left."""
-        files.replace(pathlib.Path(path), self._text())
+        raw = self._text()
+        # `load` takes a byte order mark for no part of the first word.
+        mark = codecs.BOM_UTF8 if raw.startswith(codecs.BOM_UTF8) else b""
+        files.replace(pathlib.Path(path), mark + raw)
 
     @classmethod
     def load(cls, path: os.PathLike | str, lowercase: bool = False) -> "Vocab":
         """Read one word a line; the inverse of `save`."""
         raw = _checked(Chunk(pathlib.Path(path).read_bytes(), str(path), 1))
-        lines = raw.decode().removesuffix("\n").split("\n")
+        lines = (
+            raw.removeprefix(codecs.BOM_UTF8).decode().removesuffix("\n").split("\n")
+        )
         try:
             return cls(tuple(line.removesuffix("\r") for line in lines), lowercase)
         except ValueError as error:
@@ -218,6 +226,15 @@ def numbered(
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
+
+
+def printable(text: str) -> str:
+    r"""A text for a terminal: control characters as `\x1b`, all others as they are.
+
+    Words come from anyone's text, and a terminal obeys the sequences that U+001B and
+    U+009B begin. `repr` would do for a message, but escapes letters as well.
+    """
+    return _CONTROLS.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 def check_ids(name: str, ids: np.ndarray, size: int) -> None:

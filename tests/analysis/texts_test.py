@@ -59,3 +59,20 @@ def test_bad_texts_are_errors(tmp_path):
         texts.words(tmp_path / "a")
     with pytest.raises(ValueError, match="different names"):
         texts.section([tmp_path / "a", tmp_path / "a"])
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_word(tmp_path):
+    (tmp_path / "1").write_bytes(b"\xef\xbb\xbfa b")
+    with gzip.open(tmp_path / "2.gz", "wb") as file:
+        file.write(b"\xef\xbb\xbfa b")
+    assert texts.words(tmp_path).tolist() == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    "name, pack", [("a.gz", gzip.compress), ("a.xz", lzma.compress)]
+)
+@pytest.mark.parametrize("damage", [lambda raw: raw[:-9], lambda raw: b"no" + raw])
+def test_a_damaged_file_is_named(tmp_path, name, pack, damage):
+    (tmp_path / name).write_bytes(damage(pack(b"some words\n" * 100)))
+    with pytest.raises(ValueError, match=f"{name} is damaged or cut short"):
+        texts.words(tmp_path)

@@ -171,3 +171,14 @@ def test_local_files_keep_the_order_of_their_lines(tmp_path, builder, name, patt
 def test_missing_local_files_are_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="ptb.train.txt"):
         prepare(builders.PtbLocal, tmp_path, tmp_path / "made")
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path):
+    raw = b"\xef\xbb\xbfa b\nc\n"
+    (tmp_path / "ptb.train.txt").write_bytes(raw)
+    expected = [{"text": "a b"}, {"text": "c"}]
+    for examples in (
+        builders.PtbLocal._generate_examples(None, tmp_path / "ptb.train.txt"),
+        builders._shard_examples("shard", io.BytesIO(raw)),
+    ):
+        assert [example for _, example in examples] == expected

@@ -355,3 +355,41 @@ def test_text_that_cannot_be_read_is_an_error(tmp_path):
         (tmp_path / "text").write_bytes(raw)
         with pytest.raises(ValueError, match=message):
             corpus.read([str(tmp_path / "text")], vocab)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 1 << 24])
+@pytest.mark.parametrize("suffix, pack", [("", bytes), (".gz", gzip.compress)])
+def test_the_byte_order_mark_of_each_file_is_no_word(
+    tmp_path, monkeypatch, size, suffix, pack
+):
+    monkeypatch.setattr(corpus, "CHUNK_BYTES", size)
+    mark = b"\xef\xbb\xbf"
+    folder = write_lm1b(
+        tmp_path / "lm1b",
+        {f"news.en-{i}{suffix}": pack(mark + b"a %d\n" % i) for i in (1, 2)},
+        {f"heldout-{i}{suffix}": pack(mark + b"h%d" % i) for i in (1, 2)},
+    )
+    made = words_of(corpus.load(make_settings("lm1b", folder, tmp_path)))
+    assert made["train"] == expected_words("a 1\na 2\n")
+    assert made["valid"] == expected_words("h1\n")
+    vocab = Vocab(("<eos>", "a", "1", "2"))
+    shards = folder / "training-monolingual.tokenized.shuffled"
+    ids = corpus.read([str(shards)], vocab)
+    assert vocab.decode(ids) == ["<eos>", *expected_words("a 1\na 2\n")]
+
+
+@pytest.mark.parametrize("raw", [b"\xef\xbb", b"a\xef\xbb\xbfb", b"\xef\xbb\xbf"])
+def test_what_is_no_byte_order_mark_stays(tmp_path, raw):
+    (tmp_path / "text").write_bytes(raw)
+    vocab = Vocab(("<eos>", "a\ufeffb"))
+    if b"a" in raw:
+        assert corpus.read([str(tmp_path / "text")], vocab).tolist() == [0, 1, 0]
+    else:
+        with pytest.raises(ValueError, match="not UTF-8|no words"):
+            corpus.read([str(tmp_path / "text")], vocab)
+
+
+def test_the_byte_order_mark_of_a_given_vocabulary_is_no_word(settings, tmp_path):
+    (tmp_path / "words.txt").write_bytes(b"\xef\xbb\xbfthe\n<eos>\n<unk>\n")
+    settings.vocab_file = str(tmp_path / "words.txt")
+    assert corpus.load(settings).train[0] == 0

@@ -174,3 +174,49 @@ def test_bad_vocabulary_file_is_named(tmp_path, raw, message):
 def test_vocabulary_file_may_end_its_lines_as_windows_does(tmp_path):
     (tmp_path / "words.txt").write_bytes(b"<eos>\r\na\r\n")
     assert Vocab.load(tmp_path / "words.txt").words == ("<eos>", "a")
+
+
+def test_a_vocabulary_is_written_whole_and_only_when_it_differs(tmp_path):
+    path = tmp_path / "vocab.txt"
+    Vocab(WORDS).save(path)
+    before = path.stat()
+    Vocab(WORDS).save(path)
+    assert (path.stat().st_ino, path.stat().st_mtime_ns) == (
+        before.st_ino,
+        before.st_mtime_ns,
+    )
+    Vocab(WORDS[::-1]).save(path)
+    assert path.stat().st_ino != before.st_ino, "written in place"
+    assert Vocab.load(path).words == WORDS[::-1]
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_word(tmp_path):
+    path = tmp_path / "vocab.txt"
+    path.write_bytes(b"\xef\xbb\xbfthe\r\n<eos>\r\n")
+    assert Vocab.load(path).words == ("the", "<eos>")
+
+
+def test_a_word_that_begins_like_a_byte_order_mark_is_kept(tmp_path):
+    strange = Vocab(("\ufeffthe", "the", "<eos>"))
+    strange.save(tmp_path / "vocab.txt")
+    assert Vocab.load(tmp_path / "vocab.txt") == strange
+
+
+def test_control_characters_of_a_word_are_shown_and_not_obeyed():
+    hostile = "\x1b[2Jred\x07\x7f\x9b31m\u200b"
+    assert vocab.printable(hostile) == r"\x1b[2Jred\x07\x7f\x9b31m" + "\u200b"
+    for word in ("na\u00efve", "\ud55c", "a\\b", "<eos>", "\U0001f600"):
+        assert vocab.printable(word) == word
+    for code in (*range(32), *range(127, 160)):
+        assert vocab.printable(chr(code)) == f"\\x{code:02x}"
+
+
+def test_errors_show_words_without_control_characters(tmp_path):
+    hostile = "\x1b[2J"
+    for words in ((hostile, hostile, "<eos>"), ("\x1b[2J a", "<eos>")):
+        with pytest.raises(ValueError) as refusal:
+            Vocab(words)
+        assert "\x1b" not in str(refusal.value)
+    with pytest.raises(ValueError) as refusal:
+        Vocab(("<eos>", "a")).encode(f"a {hostile}")
+    assert "\x1b" not in str(refusal.value) and "x1b" in str(refusal.value)
