@@ -77,7 +77,7 @@ def from_hf(name: pathlib.Path | str, reading: Reading) -> Capture:
     where = {"pretrained_model_name_or_path": str(name)}
     where["local_files_only"] = folder.is_dir()
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        **where, attn_implementation="eager"
+        **where, attn_implementation="eager", use_safetensors=True
     )
     model = model.to(torch.float32).eval()
 
