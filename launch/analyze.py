@@ -12,10 +12,10 @@ Nothing is downloaded unless --hf names a model that is no folder.
 """
 
 import pathlib
-import sys
 
-from absl import app, flags, logging
+from absl import app, flags
 
+from softbottle import command
 from softbottle.analysis import captured, inspection, pretrained, rank, report, texts
 from softbottle.analysis.asked import Asked
 
@@ -70,19 +70,13 @@ PRECISION = flags.DEFINE_enum(
 )
 
 
-def main(arguments: list[str]) -> None:
+def main() -> None:
     """Analyse what the flags say."""
-    if len(arguments) > 1:
-        raise app.UsageError(f"not understood: {arguments[1:]}")
     models = [WORKDIRS.value, ARRAYS.value, HF.value, GGUF.value]
     if sum(map(bool, models)) > 1 or not (any(models) or TEXTS.value):
         raise app.UsageError("give one of --workdir, --arrays, --hf, --gguf, or --text")
-    logging.set_verbosity(logging.WARNING)
     asked = Asked(ORDER.value, DIMENSIONS.value, PRECISION.value)
-    try:
-        title, sections = _sections(asked)
-    except (ValueError, OSError, ImportError) as error:
-        sys.exit(f"{type(error).__name__}: {error}")
+    title, sections = _sections(asked)
     report.write(OUT.value, title, sections)
     for section in sections:
         print(f"{section.title}: {section.reading}")
@@ -124,4 +118,4 @@ def _pretrained(asked):
 
 
 if __name__ == "__main__":
-    app.run(main)
+    command.run(main)

@@ -13,12 +13,11 @@ Prints tables, and writes every number to --json. docs/bench.md explains the col
 import importlib.util
 import json
 import pathlib
-import sys
 
-from absl import app, flags
+from absl import flags
 from ml_collections import config_flags
 
-from softbottle import config
+from softbottle import command
 from softbottle.bench import race, table, worker
 from softbottle.ops import lstm
 
@@ -47,19 +46,14 @@ DRAW = flags.DEFINE_list("draw", [], "JSON files of sweeps, to be drawn, not run
 OUT = flags.DEFINE_string("out", "docs/results/cost.png", "Where --draw draws.")
 
 
-def main(arguments: list[str]) -> None:
+def main() -> None:
     """Race or time what the flags say."""
-    if len(arguments) > 1:
-        raise app.UsageError(f"not understood: {arguments[1:]}")
-    try:
-        if DRAW.value:
-            from softbottle.bench import plot
+    if DRAW.value:
+        from softbottle.bench import plot
 
-            plot.cost(DRAW.value, OUT.value)
-            return
-        result = _run(SUITE.value or ("step" if CONFIG.value else ""))
-    except ValueError as error:
-        sys.exit(str(error))
+        plot.cost(DRAW.value, OUT.value)
+        return
+    result = _run(SUITE.value or ("step" if CONFIG.value else ""))
     if JSON.value:
         pathlib.Path(JSON.value).write_text(json.dumps(result, indent=2))
 
@@ -169,5 +163,4 @@ RUNS = {
 
 
 if __name__ == "__main__":
-    config.check_overrides(sys.argv[1:])
-    app.run(main)
+    command.run(main)

@@ -11,12 +11,11 @@ arithmetic on makers' figures and was not measured anywhere.
 
 import json
 import pathlib
-import sys
 
 from absl import app, flags
 from ml_collections import config_flags
 
-from softbottle import config, plan
+from softbottle import command, plan
 
 CONFIG = config_flags.DEFINE_config_file("config", help_string="A file of configs/.")
 TOPOLOGY = flags.DEFINE_string("topology", None, "v5e:16x16, v5p:4x4x4, v6e:8x8, h200.")
@@ -28,10 +27,8 @@ LARGEST = flags.DEFINE_bool(
 JSON = flags.DEFINE_string("json", None, "Where the numbers go as well.")
 
 
-def main(arguments: list[str]) -> None:
+def main() -> None:
     """Compile what the flags say and print what it takes."""
-    if len(arguments) > 1:
-        raise app.UsageError(f"not understood: {arguments[1:]}")
     if CONFIG.value is None or TOPOLOGY.value is None:
         raise app.UsageError("--config and --topology are needed")
     vocab = VOCAB.value or CONFIG.value.data.vocab_size
@@ -42,16 +39,13 @@ def main(arguments: list[str]) -> None:
         print(f"compiling a step of {tokens:,} tokens a chip", flush=True)
         return plan.measure(CONFIG.value, TOPOLOGY.value, vocab, tokens)
 
-    try:
-        result = measure(TOKENS.value)
-        print(plan.render(result), flush=True)
-        _write(result)
-        if LARGEST.value:
-            largest = plan.largest(measure, result)
-            print(plan.render_largest(largest))
-            _write(result | {"largest": largest})
-    except ValueError as error:
-        sys.exit(str(error))
+    result = measure(TOKENS.value)
+    print(plan.render(result), flush=True)
+    _write(result)
+    if LARGEST.value:
+        largest = plan.largest(measure, result)
+        print(plan.render_largest(largest))
+        _write(result | {"largest": largest})
 
 
 def _write(result):
@@ -60,5 +54,4 @@ def _write(result):
 
 
 if __name__ == "__main__":
-    config.check_overrides(sys.argv[1:])
-    app.run(main)
+    command.run(main)

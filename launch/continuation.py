@@ -13,9 +13,9 @@ import dataclasses
 import json
 import pathlib
 
-from absl import app, flags, logging
+from absl import flags
 
-from softbottle import state
+from softbottle import command, state
 from softbottle.analysis import continuation
 from softbottle.data import corpus
 
@@ -27,16 +27,17 @@ PATH = flags.DEFINE_string("path", None, "Where the corpus is, if not as in trai
 PROMPTS = flags.DEFINE_integer("prompts", 500, "Lines to continue.", lower_bound=2)
 PROMPT_WORDS = flags.DEFINE_integer("prompt_words", 16, "Of each.", lower_bound=1)
 TOKENS = flags.DEFINE_integer("tokens", 32, "Words to make at most.", lower_bound=1)
-TEMPERATURE = flags.DEFINE_float("temperature", 1.0, "Below 1 sharpens.")
-TOP_P = flags.DEFINE_float("top_p", 0.95, "Keep the words that hold this mass.")
+TEMPERATURE = command.define_float(
+    "temperature", 1.0, "Below 1 sharpens.", lower_bound=1e-6
+)
+TOP_P = command.define_float(
+    "top_p", 0.95, "Keep words of this mass.", lower_bound=0.0, upper_bound=1.0
+)
 SEEDS = flags.DEFINE_list("seeds", ["0", "1", "42"], "Of the drawing.")
 
 
-def main(arguments: list[str]) -> None:
+def main() -> None:
     """Continue and compare what the flags say."""
-    if len(arguments) > 1:
-        raise app.UsageError(f"not understood: {arguments[1:]}")
-    logging.set_verbosity(logging.WARNING)
     settings = continuation.Settings(
         PROMPTS.value,
         PROMPT_WORDS.value,
@@ -68,4 +69,4 @@ def _loaded(workdirs):
 
 
 if __name__ == "__main__":
-    app.run(main)
+    command.run(main)

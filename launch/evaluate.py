@@ -17,9 +17,9 @@ import dataclasses
 import json
 import time
 
-from absl import app, flags, logging
+from absl import app, flags
 
-from softbottle import dynamic, evaluate, state
+from softbottle import command, dynamic, evaluate, state
 from softbottle.data import corpus, lines
 from softbottle.data.vocab import UNK
 
@@ -30,32 +30,45 @@ TEXT = flags.DEFINE_list("text", [], "Files or folders to score instead of a spl
 TOKENS = flags.DEFINE_integer(
     "tokens", 0, "Score only the first so many of the text; 0: all.", lower_bound=0
 )
-ROWS = flags.DEFINE_integer("rows", 0, "Rows read side by side; 0: the config's.")
+ROWS = flags.DEFINE_integer(
+    "rows", 0, "Rows read side by side; 0: the config's.", lower_bound=0
+)
 DTYPE = flags.DEFINE_enum(
     "compute_dtype", "float32", ["float32", "bfloat16"], "Of the model's products."
 )
 DYNAMIC = flags.DEFINE_bool(
     "dynamic", False, "Also score while learning from the text."
 )
-LEARNING_RATE = flags.DEFINE_float("learning_rate", 5e-5, "Dynamic: step size.")
-DECAY = flags.DEFINE_float("decay", 0.002, "Dynamic: pull to the trained weights.")
-EPSILON = flags.DEFINE_float("epsilon", 2e-5, "Dynamic: added to the statistics.")
-SEGMENT = flags.DEFINE_integer("segment", 5, "Dynamic: words between updates.")
+LEARNING_RATE = command.define_float(
+    "learning_rate", 5e-5, "Dynamic: step size.", lower_bound=0.0
+)
+DECAY = command.define_float(
+    "decay", 0.002, "Dynamic: pull to the trained weights.", lower_bound=0.0
+)
+EPSILON = command.define_float(
+    "epsilon", 2e-5, "Dynamic: added to the statistics.", lower_bound=0.0
+)
+SEGMENT = flags.DEFINE_integer(
+    "segment", 5, "Dynamic: words between updates.", lower_bound=1
+)
 SUMS = flags.DEFINE_bool(
     "sums", False, "Dynamic: the three numbers are in the MoS code's older convention."
 )
 CACHE = flags.DEFINE_bool("cache", False, "Also score with the neural cache.")
 JOINT = flags.DEFINE_bool("joint", False, "Also score with the joint cache.")
 WINDOW = flags.DEFINE_integer("window", 500, "Caches: states they hold.", lower_bound=1)
-THETA = flags.DEFINE_float("theta", 1.0, "Cache: sharpness.")
-SHARE = flags.DEFINE_float("share", 0.1, "Cache: its share of the mixture (lambda).")
+THETA = command.define_float("theta", 1.0, "Cache: sharpness.", lower_bound=0.0)
+SHARE = command.define_float(
+    "share",
+    0.1,
+    "Cache: its share of the mixture (lambda).",
+    lower_bound=0.0,
+    upper_bound=1.0,
+)
 
 
-def main(arguments: list[str]) -> None:
+def main() -> None:
     """Evaluate what the flags say."""
-    if len(arguments) > 1:
-        raise app.UsageError(f"not understood: {arguments[1:]}")
-    logging.set_verbosity(logging.WARNING)
     run = state.load_run(WORKDIR.value, DTYPE.value)
     if TEXT.value and (DYNAMIC.value or PATH.value):
         raise app.UsageError("--dynamic and --path go with a split, not with --text")
@@ -104,6 +117,7 @@ def _corpus(run):
             f"the corpus in {data.path!r} has {len(text.vocab):,} words that are not "
             f"the {len(run.vocab):,} the model knows; --text scores any text."
         )
+    state.check_text(WORKDIR.value, SPLIT.value, corpus.digest(text))
     return text
 
 
@@ -146,4 +160,4 @@ def _dynamic_settings(run, text):
 
 
 if __name__ == "__main__":
-    app.run(main)
+    command.run(main)

@@ -9,27 +9,35 @@ A prompt of "-" reads standard input, a prompt a line.
 import sys
 
 import numpy as np
-from absl import app, flags, logging
+from absl import flags
 
-from softbottle import generate, state
+from softbottle import command, generate, state
+from softbottle.data.vocab import printable
 
 WORKDIR = flags.DEFINE_string("workdir", None, "The run.", required=True)
 PROMPT = flags.DEFINE_string("prompt", "", 'Text to continue; "-" for standard input.')
 TOKENS = flags.DEFINE_integer("tokens", 100, "Words to make.", lower_bound=1)
-TEMPERATURE = flags.DEFINE_float("temperature", 1.0, "Below 1 sharpens.")
-TOP_K = flags.DEFINE_integer("top-k", 0, "Keep so many words; 0: all.")
-TOP_P = flags.DEFINE_float("top-p", 1.0, "Keep the words that hold this mass.")
+TEMPERATURE = command.define_float(
+    "temperature", 1.0, "Below 1 sharpens.", lower_bound=1e-6
+)
+TOP_K = flags.DEFINE_integer("top-k", 0, "Keep so many words; 0: all.", lower_bound=0)
+TOP_P = command.define_float(
+    "top-p", 1.0, "Keep words of this mass.", lower_bound=0.0, upper_bound=1.0
+)
 CACHE = flags.DEFINE_bool(
     "cache", False, "Join the head with a cache of the text so far."
 )
-SEED = flags.DEFINE_integer("seed", 0, "The same seed gives the same text.")
+SEED = flags.DEFINE_integer(
+    "seed",
+    0,
+    "The same seed gives the same text.",
+    lower_bound=0,
+    upper_bound=2**32 - 1,
+)
 
 
-def main(arguments: list[str]) -> None:
+def main() -> None:
     """Continue the prompts."""
-    if len(arguments) > 1:
-        raise app.UsageError(f"not understood: {arguments[1:]}")
-    logging.set_verbosity(logging.WARNING)
     run = state.load_run(WORKDIR.value)
     prompts = sys.stdin if PROMPT.value == "-" else [PROMPT.value]
     for prompt in prompts:
@@ -40,11 +48,12 @@ def _continue(run, prompt):
     words = run.vocab.split(prompt) if prompt else []
     unknown = [word for word in words if word not in run.vocab.lookup]
     if unknown:
-        print(f"unknown words: {' '.join(unknown)}", file=sys.stderr)
+        told = f"unknown words: {printable(' '.join(unknown))}"
         if run.vocab.unk is None:
-            sys.exit("the model's vocabulary has no <unk> to stand for them.")
+            raise ValueError(f"{told}; the model's vocabulary has no <unk> for them.")
+        print(told, file=sys.stderr)
     ids = run.vocab.encode(prompt) if prompt else np.zeros(0, np.int32)
-    print(prompt, end="", flush=True)
+    print(printable(prompt), end="", flush=True)
     for word in generate.generate(
         run,
         ids,
@@ -55,10 +64,10 @@ def _continue(run, prompt):
         cache=CACHE.value,
         seed=SEED.value,
     ):
-        text = "\n" if word == run.vocab.eos else f" {run.vocab.words[word]}"
+        text = "\n" if word == run.vocab.eos else f" {printable(run.vocab.words[word])}"
         print(text, end="", flush=True)
     print()
 
 
 if __name__ == "__main__":
-    app.run(main)
+    command.run(main)

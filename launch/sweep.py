@@ -12,12 +12,10 @@ cores; of objectives objectives.json and objectives.md, in about two minutes a r
 scratch. Started again, it goes on where it stopped.
 """
 
-import sys
-
-from absl import app, flags, logging
+from absl import app, flags
 from ml_collections import config_flags
 
-from softbottle import config, objectives, sweep
+from softbottle import command, objectives, sweep
 
 CONFIG = config_flags.DEFINE_config_file(
     "config", help_string="A file of configs/ on the synthetic language or templates."
@@ -30,13 +28,10 @@ RATES = flags.DEFINE_list("rates", ["1e-3", "3e-3", "1e-2"], "Their learning rat
 SEEDS = flags.DEFINE_integer("seeds", 3, "How many seeds.", lower_bound=1)
 
 
-def main(arguments: list[str]) -> None:
+def main() -> None:
     """Sweep what the flags say."""
-    if len(arguments) > 1:
-        raise app.UsageError(f"not understood: {arguments[1:]}")
     if CONFIG.value is None:
         raise app.UsageError("--config is needed, for example configs/quickstart.py")
-    logging.set_verbosity(logging.WARNING)
     seeds = range(SEEDS.value)
     if OBJECTIVES.value:
         rates = [float(rate) for rate in RATES.value]
@@ -47,5 +42,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    config.check_overrides(sys.argv[1:])
-    app.run(main)
+    command.run(main)

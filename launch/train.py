@@ -15,12 +15,11 @@ the others by itself; elsewhere --coordinator, --processes and --process say who
 """
 
 import pathlib
-import sys
 
-from absl import app, flags, logging
+from absl import app, flags
 from ml_collections import config_flags
 
-from softbottle import config, sharding, train
+from softbottle import command, sharding, train
 
 CONFIG = config_flags.DEFINE_config_file("config", help_string="A file of configs/.")
 WORKDIR = flags.DEFINE_string(
@@ -42,20 +41,27 @@ HEARTBEAT = flags.DEFINE_integer(
 )
 
 
-def main(arguments: list[str]) -> None:
+STOPPED_STATUS = flags.DEFINE_integer(
+    "stopped_status",
+    0,
+    "Exit status of a run that was asked to stop and has saved, for launchers that "
+    "start it again.",
+    lower_bound=0,
+    upper_bound=125,
+)
+
+
+def main() -> int:
     """Train what the flags say."""
-    if len(arguments) > 1:
-        raise app.UsageError(f"not understood: {arguments[1:]}")
     if CONFIG.value is None:
         raise app.UsageError("--config is needed, for example configs/quickstart.py")
-    # Orbax tells at length, at level info, what it does.
-    logging.set_verbosity(logging.WARNING)
     explicit = (COORDINATOR.value, PROCESSES.value, PROCESS.value)
     if DISTRIBUTED.value:
         sharding.join(*explicit, HEARTBEAT.value)
     elif any(value is not None for value in explicit):
         raise app.UsageError("--coordinator and its kin need --distributed")
-    train.run(CONFIG.value, WORKDIR.value or _default_workdir())
+    summary = train.run(CONFIG.value, WORKDIR.value or _default_workdir())
+    return 0 if summary else STOPPED_STATUS.value
 
 
 def _default_workdir():
@@ -66,5 +72,4 @@ def _default_workdir():
 
 
 if __name__ == "__main__":
-    config.check_overrides(sys.argv[1:])
-    app.run(main)
+    command.run(main)

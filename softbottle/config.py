@@ -8,8 +8,8 @@ does not exist, or a value of the wrong type, is an error the moment it is set.
 
 import dataclasses
 import json
+import math
 import re
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -245,9 +245,16 @@ def to_dict(config: Section) -> dict[str, Any]:
 
 
 def from_dict(values: dict[str, Any]) -> Config:
-    """The inverse of `to_dict`; unknown fields are errors."""
+    """The inverse of `to_dict`.
+
+    Raises:
+        ValueError: for a field that does not exist or a value of another type.
+    """
     config = Config()
-    _update(config, values)
+    try:
+        _update(config, values)
+    except AttributeError as error:
+        raise ValueError(str(error)) from error
     return config
 
 
@@ -263,7 +270,7 @@ def differences(ours: Config, theirs: dict[str, Any]) -> list[str]:
 
 
 def check_overrides(arguments: Sequence[str]) -> None:
-    """Exit with a clear message if a `--config.section.field` does not exist.
+    """Raise ValueError if a `--config.section.field` does not exist.
 
     ml_collections would raise a bare KeyError from deep inside the flag parser.
     """
@@ -274,7 +281,7 @@ def check_overrides(arguments: Sequence[str]) -> None:
             try:
                 section = getattr(section, name)
             except AttributeError as error:
-                sys.exit(f"{argument}: {error}")
+                raise ValueError(f"{argument}: {error}") from error
 
 
 def context_dim(config: Config) -> int:
@@ -288,7 +295,7 @@ def _sections(config):
 
 def _update(section, values):
     for name, value in values.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and isinstance(getattr(section, name), Section):
             _update(getattr(section, name), value)
         else:
             setattr(section, name, value)
@@ -336,6 +343,11 @@ def _check_ranges(config):
             raise ValueError(f"{name} must be positive, got {flat[name]!r}.")
     signed = ("head.center", "mesh.data")
     for name, value in flat.items():
+        # jax takes the lowest 32 bits of a seed; no size needs as many.
+        if type(value) is int and value >= 2**32:
+            raise ValueError(f"{name} must be below 2**32, got {value}.")
+        if type(value) is float and not math.isfinite(value):
+            raise ValueError(f"{name} must be finite, got {value!r}.")
         if isinstance(value, int | float) and not value >= 0 and name not in signed:
             raise ValueError(f"{name} must not be negative, got {value!r}.")
     for name in ["rows", "input", "hidden", "output", "latent", "recurrent"]:

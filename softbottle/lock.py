@@ -35,7 +35,7 @@ class LockedError(ValueError):
 
 
 class Lock:
-    """Holds a folder until `release`, or until the process ends.
+    """Holds a folder until `release`, the end of its `with`, or of the process.
 
     Args:
         workdir: made if it does not exist.
@@ -63,6 +63,12 @@ class Lock:
         self._done = threading.Event()
         self._beating = threading.Thread(target=self._beats, daemon=True)
         self._beating.start()
+
+    def __enter__(self) -> "Lock":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
     def check(self) -> None:
         """Raise LockedError if another process has taken the folder meanwhile."""

@@ -7,9 +7,11 @@ report, not the run: one that was deleted, cut short or damaged costs a warning 
 lines that are gone.
 """
 
+import errno
 import importlib.util
 import json
 import math
+import os
 import pathlib
 import sys
 import time
@@ -50,19 +52,32 @@ class Writer:
                 stacklevel=2,
             )
         files.replace(path, "".join(json.dumps(line) + "\n" for line in kept))
-        self._file = path.open("a")
+        self._path = path
+        # Unbuffered, so that nothing is left to be written when it is closed.
+        self._file = path.open("ab", buffering=0)
         self._events = _event_writer(workdir)
 
     def write(self, step: int, **values: Any) -> None:
-        """One line; numbers also go to TensorBoard."""
+        """One line; numbers also go to TensorBoard.
+
+        Raises:
+            WriteError: if the disk does not take it.
+        """
         finite = {
             name: None
             if isinstance(value, float) and not math.isfinite(value)
             else value
             for name, value in values.items()
         }
-        self._file.write(json.dumps({"step": step, **finite}) + "\n")
-        self._file.flush()
+        raw = (json.dumps({"step": step, **finite}) + "\n").encode()
+        try:
+            if self._file.write(raw) < len(raw):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            raise WriteError(
+                f"step {step}: {self._path} could not be written: {error}. The last "
+                "complete checkpoint is intact; mend the cause and start again."
+            ) from error
         if self._events is not None:
             self._events.write(step, values)
 
@@ -125,6 +140,10 @@ class Silence:
 
     def close(self) -> None:
         """Nothing."""
+
+
+class WriteError(RuntimeError):
+    """The metrics could not be written."""
 
 
 class NonFiniteLossError(RuntimeError):

@@ -15,6 +15,7 @@ Devices are put on the mesh process by process, so that the model axis stays wit
 host as long as it fits, and the rows of a process are a contiguous share of the batch.
 """
 
+import math
 import os
 import sys
 import traceback
@@ -111,6 +112,31 @@ def place(mesh: Mesh, shapes: Any) -> Any:
 def placed(shapes: Any, places: Any) -> Any:
     """Shapes that know where their arrays are."""
     return jax.tree.map(lambda leaf, place: leaf.update(sharding=place), shapes, places)
+
+
+def bytes_per_device(shapes: Any) -> int:
+    """What a tree of shapes takes on one device; unplaced arrays are whole on it."""
+
+    def size(leaf):
+        shape = leaf.shape
+        if leaf.sharding is not None:
+            shape = leaf.sharding.shard_shape(shape)
+        return math.prod(shape) * leaf.dtype.itemsize
+
+    return sum(map(size, jax.tree.leaves(shapes)))
+
+
+def device_memory(mesh: Mesh | None) -> int:
+    """Bytes of memory that each device of this process has.
+
+    Devices that are parts of the host's processor share the host's memory.
+    """
+    local = jax.local_devices() if mesh is None else mesh.local_devices
+    limit = (local[0].memory_stats() or {}).get("bytes_limit")
+    if limit is not None:
+        return limit
+    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return host // (1 if mesh is None else len(local))
 
 
 def by_rows(mesh: Mesh, tree: Any) -> Any:

@@ -1,15 +1,25 @@
-"""The state of a run, and the one door through which a finished run is read."""
+"""The state of a run, and the one door through which a finished run is read.
+
+Beside its checkpoints a run's folder holds
+
+    config.json   every setting; written last, so that without it there is no run
+    vocab.txt     one word per line
+    corpus.json   sha256 of the vocabulary and of the ids of each split
+"""
 
 import json
 import pathlib
+import warnings
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import flax.struct
 import jax
 from jax.sharding import Mesh
 
-from softbottle import checkpoint, model, sharding
+from softbottle import checkpoint, files, model, sharding
 from softbottle import config as config_lib
+from softbottle.data import corpus as corpus_lib
 from softbottle.data.vocab import Vocab
 
 
@@ -33,28 +43,55 @@ class Run(NamedTuple):
     step: int
 
 
-def write_run(workdir: pathlib.Path, config: config_lib.Config, vocab: Vocab) -> None:
+def write_run(
+    workdir: pathlib.Path,
+    config: config_lib.Config,
+    vocab: Vocab,
+    text: Mapping[str, str] | None = None,
+) -> None:
     """Write what `load_run` needs beside the checkpoints, or check that it matches.
+
+    Args:
+        workdir: the run's folder.
+        config: its settings.
+        vocab: its words.
+        text: hashes of its text by split, as `corpus.digest` gives them.
 
     Raises:
         ValueError: naming the fields on which this config and the stored one differ,
-            or that the vocabulary is another.
+            that the vocabulary is another, or the files of a text that has changed.
     """
     workdir.mkdir(parents=True, exist_ok=True)
+    digest = dict(text or {}) | {"vocab": vocab.digest}
     path = workdir / "config.json"
     if path.exists():
         # Read as a config, so that a setting younger than the run has its default.
-        stored = config_lib.to_dict(config_lib.from_dict(json.loads(path.read_text())))
+        stored = config_lib.to_dict(config_lib.from_dict(_json(path)))
         _check_same(workdir, config, stored)
-        if Vocab.load(workdir / "vocab.txt").digest != vocab.digest:
-            raise ValueError(
-                f"the corpus's vocabulary ({len(vocab):,} words) is not the one that "
-                f"the run in {workdir} was trained with."
-            )
+        _check_corpus(workdir, config, vocab, digest)
     vocab.save(workdir / "vocab.txt")
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(config_lib.to_dict(config), indent=2))
-    temporary.replace(path)
+    files.replace(workdir / "corpus.json", json.dumps(digest, indent=2))
+    files.replace(path, json.dumps(config_lib.to_dict(config), indent=2))
+
+
+def check_text(
+    workdir: pathlib.Path | str, split: str, text: Mapping[str, str]
+) -> None:
+    """Raise ValueError if a run was not trained beside this text of a split.
+
+    Args:
+        workdir: the run's folder; one that was written before runs kept hashes of
+            their text passes.
+        split: which text is used.
+        text: as `corpus.digest` gives it.
+    """
+    stored = _stored_digest(pathlib.Path(workdir))
+    if stored.get(split, text[split]) != text[split]:
+        raise ValueError(
+            f"the {split} text is not the one that the run in {workdir} has: the "
+            f"sha256 of its ids is {text[split][:12]}, the run's {stored[split][:12]}. "
+            "--text scores any text."
+        )
 
 
 def load_run(
@@ -70,16 +107,16 @@ def load_run(
         mesh: where the parameters go; None is the first device.
 
     Raises:
-        ValueError: if the folder holds no run.
+        ValueError: if the folder holds no run, or a damaged one.
     """
     workdir = pathlib.Path(workdir)
     path = workdir / "config.json"
     if not path.exists():
         raise ValueError(f"{workdir} holds no run: there is no config.json in it.")
-    config = config_lib.from_dict(json.loads(path.read_text()))
+    config = config_lib.from_dict(_json(path))
     config.model.compute_dtype = compute_dtype or config.model.compute_dtype
     config = config_lib.validate(config)
-    vocab = Vocab.load(workdir / "vocab.txt", config.data.lowercase)
+    vocab = _stored_vocab(workdir, config.data.lowercase)
     functions = model.make(config, len(vocab), mesh)
     like = jax.eval_shape(functions.init, jax.random.key(0))
     if mesh is not None:
@@ -109,6 +146,62 @@ def check_same_model(run: Run, config: config_lib.Config, vocab: Vocab) -> None:
     if different:
         raise ValueError(
             "the run to start from is another model; " + "; ".join(different)
+        )
+
+
+def _stored_vocab(workdir, lowercase):
+    """The words of a run, checked to be those that it was trained with."""
+    vocab = Vocab.load(workdir / "vocab.txt", lowercase)
+    if _stored_digest(workdir).get("vocab", vocab.digest) != vocab.digest:
+        raise ValueError(
+            f"{workdir / 'vocab.txt'} is damaged: it is not the vocabulary that the "
+            "run was trained with. Started again, launch/train.py writes it anew."
+        )
+    return vocab
+
+
+def _stored_digest(workdir):
+    """What corpus.json holds; nothing in a folder that was written before it was."""
+    path = workdir / "corpus.json"
+    return _json(path) if path.exists() else {}
+
+
+def _json(path):
+    try:
+        value = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged, it is no JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} is damaged: it holds no JSON object.")
+    return value
+
+
+def _check_corpus(workdir, config, vocab, digest):
+    """Raise unless words and text are the run's; a damaged vocab.txt may be mended."""
+    stored = _stored_digest(workdir)
+    try:
+        found = Vocab.load(workdir / "vocab.txt").digest
+    except (OSError, ValueError):
+        found = None
+    if stored.get("vocab", found) != digest["vocab"]:
+        raise ValueError(
+            f"the corpus's vocabulary ({len(vocab):,} words) is not the one that "
+            f"the run in {workdir} was trained with."
+        )
+    if found != digest["vocab"]:
+        warnings.warn(
+            f"{workdir / 'vocab.txt'} was damaged; it is written anew.", stacklevel=4
+        )
+    changed = [
+        name for name in digest if stored.get(name, digest[name]) != digest[name]
+    ]
+    if changed:
+        paths = corpus_lib.files(config.data)
+        named = [str(path) for name in changed for path in paths.get(name, [])]
+        raise ValueError(
+            f"the run in {workdir} was trained on another text: {', '.join(changed)} "
+            f"changed ({', '.join(named) or config.data.name}). Give the text it was "
+            "started with, or another --workdir."
         )
 
 

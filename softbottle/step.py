@@ -110,6 +110,32 @@ def abstract_state(
     return sharding.placed(shapes, places)
 
 
+def check_memory(
+    config: config_lib.Config,
+    model: model_lib.Model,
+    tx: optax.GradientTransformationExtraArgs,
+    mesh: Mesh | None,
+) -> None:
+    """Raise ValueError if parameters, gradient and optimiser alone do not fit.
+
+    Found from shapes, before anything is allocated. What a step needs beside them
+    (activations, blocks of logits) is not counted: launch/compile.py tells that.
+    """
+    if mesh is None:
+        like = jax.eval_shape(_builder(config, model, tx))
+    else:
+        like = abstract_state(config, model, tx, mesh)
+    sizes = [sharding.bytes_per_device(tree) for tree in (like.params, like.opt_state)]
+    needed, there = 2 * sizes[0] + sizes[1], sharding.device_memory(mesh)
+    if needed > there:
+        raise ValueError(
+            "the model does not fit: its parameters, their gradient and the "
+            f"optimiser's state take {needed / 2**30:,.1f} GiB per device, which has "
+            f"{there / 2**30:,.1f} GiB. Reduce head.components or the widths of model, "
+            "or share it among more devices (mesh.data, mesh.model)."
+        )
+
+
 def _builder(config, model, tx):
     def build():
         params = model.init(jax.random.fold_in(jax.random.key(config.seed), 2**31))

@@ -12,16 +12,24 @@ import json
 import math
 import pathlib
 import platform
-import signal
-import threading
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from softbottle import checkpoint, evaluate, metrics, optim, profiling, sharding
+from softbottle import (
+    checkpoint,
+    evaluate,
+    files,
+    lock,
+    metrics,
+    optim,
+    profiling,
+    sharding,
+    stopping,
+)
 from softbottle import config as config_lib
 from softbottle import model as model_lib
 from softbottle import state as state_lib
@@ -51,6 +59,7 @@ class Trainer(NamedTuple):
 
     config: config_lib.Config
     workdir: pathlib.Path
+    lock: lock.Lock | None
     mesh: Mesh | None
     corpus: Corpus
     model: model_lib.Model
@@ -74,7 +83,9 @@ def run(config: config_lib.Config, workdir: pathlib.Path | str) -> dict[str, Any
         What `workdir/summary.json` holds; empty if the run was asked to stop early.
 
     Raises:
-        ValueError: if the settings contradict themselves or the run in `workdir`.
+        ValueError: if the settings contradict themselves or the run in `workdir`, the
+            text is not the run's, or the model does not fit into memory.
+        lock.LockedError: if another process trains in `workdir`.
         metrics.NonFiniteLossError: naming the step and the batch.
         checkpoint.CheckpointError: if a checkpoint cannot be written or read.
     """
@@ -99,31 +110,38 @@ def _run(config, workdir):
 
 
 def _train(config, workdir):
-    trainer = _prepare(config, workdir)
-    try:
-        state, history = _start(trainer)
-        state, history, finished = _loop(trainer, state, history)
-    except BaseException as error:
-        # Closing the checkpoints would wait for processes that are dead or at work.
-        if jax.process_count() > 1:
-            sharding.leave(error)
-        raise
-    finally:
-        for kept in (trainer.latest, trainer.best, trainer.series):
-            if kept is not None:
-                kept.close()
-    return _finish(trainer, int(state.step), history) if finished else {}
+    # In a job its first process holds the folder for all of them.
+    alone = jax.process_index() == 0
+    with lock.Lock(workdir) if alone else contextlib.nullcontext() as held:
+        trainer = _prepare(config, workdir, held)
+        try:
+            state, history = _start(trainer)
+            state, history, finished = _loop(trainer, state, history)
+        except BaseException as error:
+            # Closing the checkpoints would wait for processes that are dead or at work.
+            if jax.process_count() > 1:
+                sharding.leave(error)
+            raise
+        finally:
+            for kept in (trainer.latest, trainer.best, trainer.series):
+                if kept is not None:
+                    kept.close()
+        return _finish(trainer, int(state.step), history) if finished else {}
 
 
-def _prepare(config, workdir):
+def _prepare(config, workdir, held):
     mesh = sharding.make_mesh(config.mesh)
     data, train = config.data, config.train
     sharding.check_rows(mesh, data.rows, config.optim.accumulate)
     corpus = corpus_lib.load(data)
-    if jax.process_index() == 0:
-        state_lib.write_run(workdir, config, corpus.vocab)
-    sharding.wait_for_all("the run is written")
     model = model_lib.make(config, len(corpus.vocab), mesh)
+    tx = optim.make(config.optim)
+    step_lib.check_memory(config, model, tx, mesh)
+    # Last, so that a start that is refused leaves nothing for the next to agree with.
+    if jax.process_index() == 0:
+        text = corpus_lib.digest(corpus)
+        state_lib.write_run(workdir, config, corpus.vocab, text)
+    sharding.wait_for_all("the run is written")
     share = {
         "process_index": jax.process_index(),
         "process_count": jax.process_count(),
@@ -133,15 +151,18 @@ def _prepare(config, workdir):
     return Trainer(
         config,
         workdir,
+        held,
         mesh,
         corpus,
         model,
-        step_lib.make_step(config, model, optim.make(config.optim), mesh),
+        step_lib.make_step(config, model, tx, mesh),
         evaluate.make_evaluator(model, cached=cached, cut=cut, mesh=mesh),
         lines.stream(data, corpus.vocab, corpus.train, config.seed, **share),
         checkpoint.Checkpoints(workdir / "checkpoints", train.keep),
-        checkpoint.Checkpoints(workdir / "best", 1),
-        checkpoint.Checkpoints(workdir / "series", None) if train.series else None,
+        checkpoint.Checkpoints(workdir / "best", 1, required=False),
+        checkpoint.Checkpoints(workdir / "series", None, required=False)
+        if train.series
+        else None,
     )
 
 
@@ -164,12 +185,22 @@ def _start(trainer):
     for kept in (trainer.best, trainer.series):
         if kept is not None:
             kept.forget_after(int(state.step))
-    if trainer.best.latest() is None:
-        history.best, history.evaluated = math.inf, -1
+    if (best := _best_loss(trainer)) != history.best:
+        # Damaged and put aside: an earlier one is the best so far, or none is.
+        history.best, history.evaluated = best, -1
     if mesh is None:
         # On one device from the start, or the second step would be compiled again.
         state = jax.device_put(state, jax.devices()[0])
     return state, history
+
+
+def _best_loss(trainer):
+    """The validation loss of the parameters that are kept as the best."""
+    step = trainer.best.latest()
+    if step is None:
+        return math.inf
+    host = checkpoint.read_host(trainer.workdir / "best", step)
+    return host.get("valid_loss", math.inf)
 
 
 def _loop(trainer, state, history):
@@ -177,11 +208,16 @@ def _loop(trainer, state, history):
     train, stream = trainer.config.train, trainer.stream
     step, rows = int(state.step), trainer.config.data.rows
     report = _report(trainer, step, history)
+    if step:
+        report.say(f"resumed from step {step:,}")
+    if _goes_on(train, step, stream.epoch, history) and jax.process_index() == 0:
+        # Of an earlier end; a job is finished only if the run that goes on now is.
+        (trainer.workdir / "summary.json").unlink(missing_ok=True)
     # Processes of one machine would write the same files.
     traced = train.profile_steps if jax.process_index() == 0 else 0
     trace = profiling.Trace(trainer.workdir / "profile", step, traced, report.say)
     with (
-        _termination() as asked_to_stop,
+        stopping.watch() as asked_to_stop,
         contextlib.closing(report),
         contextlib.closing(trace),
     ):
@@ -203,11 +239,11 @@ def _loop(trainer, state, history):
             if train.series and _is_logarithmic(step):
                 report.settle()
                 trainer.series.save(step, state.params, {"step": step})
-            stopping = asked_to_stop(step)
-            if step % train.checkpoint_every == 0 or stopping:
+            leaving = asked_to_stop(step)
+            if step % train.checkpoint_every == 0 or leaving:
                 report.settle()
                 _save(trainer, state, history, report)
-            if stopping:
+            if leaving:
                 report.say(f"asked to stop: saved at step {step:,}")
                 trainer.latest.wait()
                 return state, history, False
@@ -229,12 +265,15 @@ def _report(trainer, step, history):
         "devices": 1 if trainer.mesh is None else trainer.mesh.size,
     }
     total = config.train.steps or config.train.epochs * trainer.stream.steps_per_epoch
-    speaks = jax.process_index() == 0
+    writer = progress = metrics.Silence()
+    if jax.process_index() == 0:
+        # The checkpoint knows how many steps had no line yet.
+        logged = step - history.window[2]
+        writer = metrics.Writer(trainer.workdir, step, start, logged)
+        progress = metrics.Progress(total, step, config.head.name)
     return metrics.Report(
-        metrics.Writer(trainer.workdir, step, start) if speaks else metrics.Silence(),
-        metrics.Progress(total, step, config.head.name)
-        if speaks
-        else metrics.Silence(),
+        writer,
+        progress,
         config.train.log_every,
         history.seconds,
         history.window,
@@ -261,7 +300,11 @@ def _validate(trainer, state, history, report):
     report.evaluated(step, trainer.stream.epoch, loss, averaging)
     if loss < history.best:
         history.best = loss
-        trainer.best.save(step, params, {"step": step, "valid_loss": loss})
+        _check_lock(trainer)
+        host = {"step": step, "valid_loss": loss}
+        # The last checkpoint's own best stays until another checkpoint is sealed.
+        trainer.latest.wait()
+        trainer.best.save(step, params, host, needed_at=trainer.latest.latest())
     return loss
 
 
@@ -285,9 +328,15 @@ def _save(trainer, state, history, report):
         "position": trainer.stream.position,
         "history": dataclasses.asdict(history),
     }
+    _check_lock(trainer)
     # The history speaks of the best parameters, so they must be there first.
     trainer.best.wait()
     trainer.latest.save(int(state.step), state, host)
+
+
+def _check_lock(trainer):
+    if trainer.lock is not None:
+        trainer.lock.check()
 
 
 def _finish(trainer, step, history):
@@ -321,7 +370,7 @@ def _finish(trainer, step, history):
         if not summary["equal_softmax"]:
             return {}
     if jax.process_index() == 0:
-        (workdir / "summary.json").write_text(json.dumps(summary, indent=2))
+        files.replace(workdir / "summary.json", json.dumps(summary, indent=2))
     sharding.wait_for_all("the summary is written")
     return summary
 
@@ -329,28 +378,16 @@ def _finish(trainer, step, history):
 def _inspect(best, corpus, workdir):
     """Draw the run's curves, and measure what its corpus lets one measure."""
     name = best.config.data.name
-    curves.write(workdir, f"{best.config.head.name} on {name}")
+    if curves.validations(metrics.read(workdir)):
+        curves.write(workdir, f"{best.config.head.name} on {name}")
+    else:
+        warnings.warn(
+            f"{workdir / 'metrics.jsonl'} has lost its validations: no curve is drawn.",
+            stacklevel=2,
+        )
     if name == "synthetic":
         return truth.summarise(best, corpus, workdir)
     return ambiguity.summarise(best, corpus) if name == "templates" else {}
-
-
-@contextlib.contextmanager
-def _termination() -> Iterator[Callable[[int], bool]]:
-    """Whether to save and leave after a step, because of a SIGTERM."""
-    if jax.process_count() > 1:
-        # jax's own watch: the same step in all processes, whichever was asked.
-        yield multihost_utils.reached_preemption_sync_point
-        return
-    asked = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield lambda step: asked.is_set()
-        return
-    before = signal.signal(signal.SIGTERM, lambda *_: asked.set())
-    try:
-        yield lambda step: asked.is_set()
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _is_logarithmic(step):

@@ -26,6 +26,8 @@ FLOORS = {
     "softbottle.checkpoint": 2,
     "softbottle.metrics": 2,
     "softbottle.profiling": 2,
+    "softbottle.stopping": 2,
+    "softbottle.command": 3,
     "softbottle.evaluate": 3,
     "softbottle.dynamic": 3,
     "softbottle.generate": 3,

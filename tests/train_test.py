@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from softbottle import checkpoint, metrics, model, optim, state, train
+from softbottle import checkpoint, lock, metrics, model, optim, state, train
 from softbottle import config as configs
 from softbottle import step as step_lib
 from softbottle.data import synthetic
@@ -168,7 +168,7 @@ def test_a_run_resumed_from_before_a_damaged_step_is_bit_for_bit_the_same(
     config, workdir, summary = finished
     victim = copied / "checkpoints" / "10" / "tree" / "_METADATA"
     victim.write_bytes(victim.read_bytes()[:-1])
-    with pytest.warns(UserWarning, match="10 IS INCOMPLETE OR DAMAGED"):
+    with pytest.warns(UserWarning, match="10 IS DAMAGED"):
         assert final_state(config, copied)[0].step == 5
     again = train.run(tiny(train__series=True), copied)
     assert without_time(again) == without_time(summary)
@@ -188,6 +188,142 @@ def test_a_run_whose_best_parameters_were_not_sealed_comes_to_an_end(copied):
         manifest.unlink()
     with pytest.warns(UserWarning, match="INCOMPLETE"):
         assert train.run(tiny(train__series=True), copied)["test_perplexity"] > 1
+
+
+def flip(path):
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 16
+    path.write_bytes(bytes(raw))
+
+
+@pytest.mark.parametrize("folder", ["best", "series"])
+def test_damage_beside_the_checkpoints_stops_no_run(finished, copied, folder):
+    for step_folder in (copied / folder).iterdir():
+        flip(step_folder / "tree" / "_METADATA")
+    with pytest.warns(UserWarning, match=f"{folder}/.* IS DAMAGED"):
+        again = train.run(tiny(train__series=True), copied)
+    assert without_time(again) == without_time(finished[2])
+
+
+def test_the_best_before_the_last_checkpoint_outlives_later_ones(tmp_path, monkeypatch):
+    """Killed between a better validation and its checkpoint, a run has its best."""
+    fields = {
+        "train__eval_every": 1,
+        "train__checkpoint_every": 4,
+        "optim__learning_rate": 1e-2,
+        "train__steps": 8,
+    }
+    add = metrics.Report.add
+
+    def crash(report, step, *arguments):
+        if step == 8:
+            raise Crash
+        add(report, step, *arguments)
+
+    with monkeypatch.context() as patch, pytest.raises(Crash):
+        patch.setattr(metrics.Report, "add", crash)
+        train.run(tiny(**fields), tmp_path)
+    losses = [line["valid_loss"] for line in valid_losses(tmp_path)]
+    best_of = [1 + int(np.argmin(losses[:count])) for count in (4, 7)]
+    assert best_of[0] < best_of[1], "the case needs a better validation after step 4"
+    assert checkpoint.sealed_steps(tmp_path / "best") == best_of
+    # A run that resumes from step 4 and ends there has the best of its first four.
+    fields["train__steps"] = 4
+    summary = train.run(tiny(**fields), tmp_path)
+    assert summary["valid_perplexity"] == pytest.approx(np.exp(min(losses[:4])))
+
+
+DAMAGE_TO_METRICS = {
+    "deleted": (lambda raw: None, "deleted or cut short"),
+    "cut": (lambda raw: raw[: len(raw) // 3], "deleted or cut short"),
+    "not UTF-8": (lambda raw: b"\xff\n" + raw.replace(b"valid", b"\xe9"), "lines 1, "),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE_TO_METRICS)
+def test_a_run_whose_metrics_are_damaged_finishes_and_says_so(copied, damage):
+    change, message = DAMAGE_TO_METRICS[damage]
+    path = copied / "metrics.jsonl"
+    raw = change(path.read_bytes())
+    path.unlink()
+    if raw is not None:
+        path.write_bytes(raw)
+    with pytest.warns(UserWarning, match=message):
+        summary = train.run(tiny(train__series=True), copied)
+    assert summary["test_perplexity"] > 1
+    assert "start" in metrics.read(copied)[0]
+
+
+def test_a_run_that_goes_on_is_not_finished(copied, monkeypatch):
+    config = tiny(train__series=True, train__steps=15)
+    add = metrics.Report.add
+
+    def stop(report, step, *arguments):
+        assert not (copied / "summary.json").exists()
+        os.kill(os.getpid(), signal.SIGTERM)
+        add(report, step, *arguments)
+
+    assert (copied / "summary.json").exists()
+    monkeypatch.setattr(metrics.Report, "add", stop)
+    assert train.run(config, copied) == {}
+    assert not (copied / "summary.json").exists()
+
+
+def test_a_second_trainer_is_refused_and_changes_nothing(copied):
+    def content():
+        paths = [path for path in copied.rglob("*") if path.is_file()]
+        return {path: path.read_bytes() for path in paths if path.name != "lock"}
+
+    before = content()
+    with lock.Lock(copied), pytest.raises(lock.LockedError, match="is in use: process"):
+        train.run(tiny(train__series=True, train__steps=15), copied)
+    assert content() == before
+
+
+def test_a_run_stops_before_it_writes_into_a_folder_that_was_taken(copied, monkeypatch):
+    def taken(_):
+        raise lock.LockedError("taken")
+
+    monkeypatch.setattr(lock.Lock, "check", taken)
+    newest = checkpoint.sealed_steps(copied / "checkpoints")
+    with pytest.raises(lock.LockedError, match="taken"):
+        train.run(tiny(train__series=True, train__steps=15), copied)
+    assert checkpoint.sealed_steps(copied / "checkpoints") == newest
+
+
+def test_a_damaged_vocabulary_of_a_run_is_written_anew(finished, copied):
+    whole = (copied / "vocab.txt").read_bytes()
+    (copied / "vocab.txt").write_bytes(b"")
+    with pytest.warns(UserWarning, match="vocab.txt was damaged"):
+        again = train.run(tiny(train__series=True), copied)
+    assert (copied / "vocab.txt").read_bytes() == whole
+    assert without_time(again) == without_time(finished[2])
+
+
+def test_a_resume_on_another_text_is_an_error_that_names_the_file(tmp_path):
+    text = tmp_path / "text"
+    text.mkdir()
+    for name in ("train", "valid", "test"):
+        (text / f"{name}.txt").write_text("a b c d e f g " * 20)
+    fields = {
+        "data__name": "text",
+        "data__path": str(text),
+        "data__cache": str(tmp_path / "cache"),
+        "train__steps": 1,
+    }
+    train.run(tiny(**fields), tmp_path / "run")
+    (text / "valid.txt").write_text("a c b d e f g " * 20)
+    fields["train__steps"] = 2
+    with pytest.raises(ValueError, match=r"another text: valid changed .*valid\.txt"):
+        train.run(tiny(**fields), tmp_path / "run")
+
+
+def test_a_model_that_does_not_fit_is_refused_before_it_is_made(tmp_path):
+    config = tiny(head__components=10**9)
+    with pytest.raises(ValueError, match=r"does not fit: .* GiB per device"):
+        train.run(config, tmp_path)
+    # What was refused is no run, and does not bind the next start to its settings.
+    assert train.run(tiny(train__steps=1), tmp_path)["steps"] == 1
 
 
 def test_a_run_resumed_from_before_its_best_step_may_find_another_best(copied):
@@ -215,6 +351,8 @@ def test_other_settings_than_those_of_the_run_are_named(finished, fields, messag
 def test_another_vocabulary_than_that_of_the_run_is_an_error(finished, copied):
     words = (copied / "vocab.txt").read_text().replace("w3\n", "three\n")
     (copied / "vocab.txt").write_text(words)
+    # As in a folder of a version that kept no hashes: its vocab.txt is all there is.
+    (copied / "corpus.json").unlink()
     with pytest.raises(ValueError, match="vocabulary"):
         train.run(tiny(train__series=True), copied)
 

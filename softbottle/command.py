@@ -1,0 +1,86 @@
+"""How a program of launch/ begins and ends.
+
+What a user can mend (a flag, a setting, a file, a missing package) is told in one line
+on stderr, and the exit status is 2; a run that failed by itself (a full disk, a loss
+that is no number) is told in one line too, with status 1. `--traceback` shows where
+either came from. Anything else is a bug and shows its traceback anyway.
+"""
+
+import math
+import sys
+import traceback
+from collections.abc import Callable
+from typing import NoReturn
+
+from absl import app, flags, logging
+
+from softbottle import config as config_lib
+from softbottle.checkpoint import CheckpointError
+from softbottle.metrics import NonFiniteLossError, WriteError
+
+REFUSED, FAILED, INTERRUPTED = 2, 1, 130
+TRACEBACK = flags.DEFINE_bool(
+    "traceback", False, "Show where in the code an error was raised."
+)
+_OF_THE_RUN = (CheckpointError, NonFiniteLossError, WriteError)
+_OF_THE_USER = (ValueError, OSError, ImportError, app.UsageError, flags.Error)
+
+
+def define_float(
+    name: str, default: float, told: str, **bounds: float
+) -> flags.FlagHolder[float]:
+    """A flag that is a finite number, between `lower_bound` and `upper_bound`."""
+    holder = flags.DEFINE_float(name, default, told, **bounds)
+    flags.register_validator(holder, math.isfinite, f"--{name} must be finite")
+    return holder
+
+
+def run(main: Callable[[], int | None]) -> NoReturn:
+    """Parse the command line, call `main`, and exit with what it returns."""
+
+    def call(arguments):
+        if len(arguments) > 1:
+            raise app.UsageError(f"not understood: {' '.join(arguments[1:])}")
+        # Orbax tells at length, at level info, what it does.
+        logging.set_verbosity(logging.WARNING)
+        return main()
+
+    app.run(_told(call), flags_parser=_told(_parse))
+    raise AssertionError("app.run exits")
+
+
+def _parse(arguments):
+    config_lib.check_overrides(arguments[1:])
+    return flags.FLAGS(arguments)
+
+
+def _told(function):
+    """The function, with errors that are no bugs told in one line."""
+
+    def call(arguments):
+        try:
+            return function(arguments)
+        except KeyboardInterrupt:
+            _exit("interrupted", INTERRUPTED)
+        except _OF_THE_RUN as error:
+            _exit(_line(error), FAILED)
+        except _OF_THE_USER as error:
+            _exit(_line(error), REFUSED)
+
+    return call
+
+
+def _line(error):
+    """An error as one line; ml_collections puts the cause into the last of several."""
+    text = str(error).strip()
+    if isinstance(error, app.UsageError | flags.Error):
+        return text.splitlines()[-1].strip() if text else "the flags are wrong"
+    return f"{type(error).__name__}: {' '.join(text.split())}"
+
+
+def _exit(line, status):
+    # Looked up, not parsed: the flags themselves may be what is wrong.
+    if "--traceback" in sys.argv:
+        traceback.print_exc()
+    print(line, file=sys.stderr, flush=True)
+    sys.exit(status)
