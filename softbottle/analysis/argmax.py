@@ -28,11 +28,11 @@ and "how large may S be?" is asked of random sets (Basri and Jacobs, 2026).
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import matplotlib.figure
 import numpy as np
 from scipy import optimize, stats
 
-from softbottle.analysis import report
+from softbottle.analysis import arrays as arrays_lib
+from softbottle.analysis import drawing, report
 
 BOX = 100.0
 MARGIN = 1e-8
@@ -172,7 +172,7 @@ def set_margin(
 
 def section(reaches: dict[str, Reach], sets: dict[str, TopSets]) -> report.Section:
     """Unreachable words, and the sizes of sets that can be on top, by head."""
-    figure = matplotlib.figure.Figure(figsize=(7, 4.2), layout="constrained")
+    figure = drawing.Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.subplots()
     for name, top in sets.items():
         (line,) = axes.plot(top.sizes_N, top.fraction_N, marker="o", label=name)
@@ -214,10 +214,11 @@ def section(reaches: dict[str, Reach], sets: dict[str, TopSets]) -> report.Secti
 
 
 def _checked(table_VE, bias_V):
-    table_VE = np.asarray(table_VE, np.float64)
+    table_VE = arrays_lib.real("the table", table_VE)
     if table_VE.ndim != 2 or len(table_VE) < 2:
         raise ValueError(f"the table must be [V > 1, E], got shape {table_VE.shape}.")
-    bias_V = np.zeros(len(table_VE)) if bias_V is None else np.asarray(bias_V, float)
+    bias_V = np.zeros(len(table_VE)) if bias_V is None else bias_V
+    bias_V = arrays_lib.real("the bias", bias_V)
     if bias_V.shape != table_VE.shape[:1]:
         raise ValueError(
             f"a table of shape {table_VE.shape} has no bias of shape {bias_V.shape}."

@@ -27,11 +27,10 @@ sqrt 2 apart, so
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import matplotlib.figure
 import numpy as np
 from scipy import stats
 
-from softbottle.analysis import normalisers, report
+from softbottle.analysis import drawing, normalisers, report
 
 COUNTS = (1, 2, 5, 10, 20, 50, 100)  # numbers of tokens that may be selected
 LEVEL = 0.01  # of the test that calls two samples of distances different
@@ -251,7 +250,7 @@ def survey(logits_RL: np.ndarray, values_LD: np.ndarray) -> Limits:
 
 def section(found: Limits) -> report.Section:
     """The limits of each normaliser in four pictures."""
-    figure = matplotlib.figure.Figure(figsize=(9, 7), layout="constrained")
+    figure = drawing.Figure(figsize=(9, 7), layout="constrained")
     distance, inside, length, gradient = figure.subplots(2, 2).ravel()
     for name, some in found.selections.items():
         _draw_selections(distance, inside, name, found.counts_N, some)

@@ -16,12 +16,11 @@ layer on the first stretch.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import matplotlib.figure
 import matplotlib.ticker
 import numpy as np
 from scipy import special, stats
 
-from softbottle.analysis import attention, normalisers, report
+from softbottle.analysis import attention, drawing, normalisers, report
 
 SELECTED = 5  # tokens that `inside` and `tightness` are about
 _COMPARED = {
@@ -113,9 +112,7 @@ def measure(
 
 def section(found: dict[str, Heads]) -> report.Section:
     """Models side by side: a map of layers and heads each, and critical numbers."""
-    figure = matplotlib.figure.Figure(
-        figsize=(11, 3.8 * len(found)), layout="constrained"
-    )
+    figure = drawing.Figure(figsize=(11, 3.8 * len(found)), layout="constrained")
     for row, (name, one) in zip(
         figure.subplots(len(found), 3, squeeze=False), found.items(), strict=True
     ):
@@ -160,7 +157,7 @@ def section(found: dict[str, Heads]) -> report.Section:
 
 
 def _draw_normalisers(found):
-    figure = matplotlib.figure.Figure(figsize=(9, 3.2), layout="constrained")
+    figure = drawing.Figure(figsize=(9, 3.2), layout="constrained")
     width = 0.8 / len(found)
     for axes, key in zip(figure.subplots(1, len(_COMPARED)), _COMPARED, strict=True):
         for index, (name, one) in enumerate(found.items()):

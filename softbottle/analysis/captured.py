@@ -22,8 +22,10 @@ from softbottle.analysis import (
     rank,
     saturation,
 )
+from softbottle.analysis import arrays as arrays_lib
 from softbottle.analysis.asked import USUAL, Asked
 from softbottle.analysis.report import Section
+from softbottle.data import vocab as vocab_lib
 
 _BLOCK = 256  # positions whose logits are held at a time
 _GRADIENTS = 1024  # positions whose gradients are measured
@@ -235,9 +237,18 @@ def _check(capture):
         raise ValueError(
             f"hidden {shapes} and table {table_VD.shape} must be [N, D] and [V, D]."
         )
-    for name, array in (("hidden", states[-1:]), ("table", table_VD)):
-        if not np.all(np.isfinite(array)):
+    bias_V, labels_N = capture.bias_V, capture.labels_N
+    if bias_V is not None and np.shape(bias_V) != table_VD.shape[:1]:
+        raise ValueError(f"bias {np.shape(bias_V)} must be [V] = {table_VD.shape[:1]}.")
+    for name, array in (("hidden", states[-1:]), ("table", table_VD), ("bias", bias_V)):
+        if array is not None and not np.all(
+            np.isfinite(arrays_lib.real(name, array, None))
+        ):
             raise ValueError(f"{name} has entries that are not finite.")
+    if labels_N is not None:
+        if labels_N.shape != states[-1].shape[:1]:
+            raise ValueError(f"labels {labels_N.shape} must be [N] as hidden {shapes}.")
+        vocab_lib.check_ids("labels", labels_N, len(table_VD))
 
 
 # By default all but the one that trains.

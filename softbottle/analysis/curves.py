@@ -6,7 +6,7 @@ from typing import Any
 import matplotlib.figure
 
 from softbottle import metrics
-from softbottle.analysis import report
+from softbottle.analysis import drawing, report
 
 
 def validations(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -27,7 +27,7 @@ def draw(lines: list[dict[str, Any]], title: str) -> matplotlib.figure.Figure:
     points = validations(lines)
     if not points:
         raise ValueError("the run has no validation to draw.")
-    figure = matplotlib.figure.Figure(figsize=(7, 4), layout="constrained")
+    figure = drawing.Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     for averaged, label in ((False, "weights"), (True, "averaged weights")):
         part = [line for line in points if line["averaging"] is averaged]
@@ -60,7 +60,7 @@ def compare(found: dict[str, list[dict[str, Any]]]) -> matplotlib.figure.Figure:
         found: by name, a run's metrics, with a validation or more; padding counts
             among the tokens.
     """
-    figure = matplotlib.figure.Figure(figsize=(7, 4), layout="constrained")
+    figure = drawing.Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     for name, lines in found.items():
         data = lines[0]["start"]["config"]["data"]

@@ -10,8 +10,12 @@ offset in float16, q an integer of 4 to 8 bits,
 
 s and t are integers that 16 or 32 neighbours share in a block of 256. Low halves of
 bytes are one stretch of neighbours and high halves the next.
+
+Every count and size is compared with the length of the file before anything of that
+size is made, whatever the file says.
 """
 
+import math
 import mmap
 import pathlib
 import struct
@@ -20,6 +24,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from softbottle.data import vocab
+
 _MAGIC = b"GGUF"
 _SCALARS = dict(enumerate(("B", "b", "H", "h", "I", "i", "f", "?"))) | {
     10: "Q",
@@ -27,6 +33,7 @@ _SCALARS = dict(enumerate(("B", "b", "H", "h", "I", "i", "f", "?"))) | {
     12: "d",
 }
 _STRING, _ARRAY = 8, 9
+_AXES = 4  # of a tensor, at most, as in ggml
 
 
 class Tensor(NamedTuple):
@@ -45,28 +52,32 @@ class File(NamedTuple):
     tensors: dict[str, Tensor]
     content: mmap.mmap
 
+    def tensor(self, name: str) -> Tensor:
+        """Where a tensor lies.
+
+        Raises:
+            ValueError: if there is none of this name.
+        """
+        if name not in self.tensors:
+            raise ValueError(f"{self.path} has no tensor {name!r}.")
+        return self.tensors[name]
+
     def array(self, name: str) -> np.ndarray:
         """A tensor in float32.
 
         Raises:
-            ValueError: if there is none of this name, the file is cut short in it, or
-                its kind is not among `KINDS`.
+            ValueError: if there is none of this name, or its kind is not among `KINDS`.
         """
-        if name not in self.tensors:
-            raise ValueError(f"{self.path} has no tensor {name!r}.")
-        shape, kind, start = self.tensors[name]
-        if kind not in KINDS:
+        tensor = self.tensor(name)
+        if tensor.kind not in KINDS:
             raise ValueError(
-                f"{name} of {self.path} is of kind {kind}; only "
+                f"{name} of {self.path} is of kind {tensor.kind}; only "
                 f"{', '.join(one.name for one in KINDS.values())} can be read."
             )
-        count = int(np.prod(shape))
-        size = count // KINDS[kind].values * KINDS[kind].size
-        if start + size > len(self.content):
-            raise ValueError(f"{self.path} is cut short: {name} is not all there.")
-        raw = np.frombuffer(self.content, np.uint8, size, start)
-        values_NQ = KINDS[kind].decode(raw.reshape(-1, KINDS[kind].size))
-        return values_NQ.astype(np.float32, copy=False).reshape(shape)
+        kind = KINDS[tensor.kind]
+        raw = np.frombuffer(self.content, np.uint8, _size(tensor), tensor.start)
+        values_NQ = kind.decode(raw.reshape(-1, kind.size))
+        return values_NQ.astype(np.float32, copy=False).reshape(tensor.shape)
 
 
 class Kind(NamedTuple):
@@ -82,7 +93,8 @@ def read(path: pathlib.Path | str) -> File:
     """Open a GGUF file; tensors stay on disk until they are asked for.
 
     Raises:
-        ValueError: if it is no GGUF file of version 2 or 3, or is cut short.
+        ValueError: if it is no GGUF file of version 2 or 3, is cut short, or says of
+            itself what cannot be.
     """
     path = pathlib.Path(path)
     if not path.is_file():
@@ -94,13 +106,19 @@ def read(path: pathlib.Path | str) -> File:
     cursor = _Cursor(content)
     try:
         settings, tensors = _header(cursor)
-    except (struct.error, UnicodeDecodeError, KeyError) as error:
+    except (ValueError, struct.error) as error:
         raise ValueError(f"{path} is cut short or damaged: {error}") from error
     alignment = settings.get("general.alignment", 32)
+    if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
+        raise ValueError(
+            f"general.alignment of {path} must be a power of two, got "
+            f"{str(alignment)[:40]!r}."
+        )
     start = -(-cursor.at // alignment) * alignment
     tensors = {
         name: one._replace(start=start + one.start) for name, one in tensors.items()
     }
+    _check_room(path, tensors, start, len(content))
     return File(path, settings, tensors, content)
 
 
@@ -115,37 +133,81 @@ class _Cursor:
         self.at += struct.calcsize("<" + code)
         return values
 
+    def many(self, count, code):
+        # A count beyond the file is no format that `struct` takes.
+        return self.take(f"{min(count, len(self._content) + 1)}{code}")
+
     def text(self):
-        (length,) = self.take("Q")
-        (raw,) = self.take(f"{min(length, len(self._content) + 1)}s")
+        (raw,) = self.many(*self.take("Q"), "s")
         return raw.decode()
 
     def value(self, kind):
         if kind == _STRING:
             return self.text()
         if kind != _ARRAY:
-            return self.take(_SCALARS[kind])[0]
+            return self.take(_code(kind))[0]
         inner, count = self.take("IQ")
-        if inner in (_STRING, _ARRAY):
-            return [self.value(inner) for _ in range(count)]
-        return list(self.take(f"{min(count, len(self._content) + 1)}{_SCALARS[inner]}"))
+        if inner == _STRING:
+            return [self.text() for _ in range(count)]
+        return list(self.many(count, _code(inner)))
+
+
+def _code(kind):
+    """Of a scalar; an array in an array, which ggml refuses too, is none."""
+    if kind not in _SCALARS:
+        raise ValueError(f"a setting of type {kind} cannot be read.")
+    return _SCALARS[kind]
 
 
 def _header(cursor):
     version, tensors, settings = cursor.take("IQQ")
     if version not in (2, 3):
         raise ValueError(f"GGUF version {version} is not among 2 and 3.")
-    named = {}
+    named, found = {}, {}
     for _ in range(settings):
-        name = cursor.text()
+        name = _new(cursor.text(), named)
         named[name] = cursor.value(*cursor.take("I"))
-    found = {}
     for _ in range(tensors):
-        name = cursor.text()
+        name = _new(cursor.text(), found)
         (axes,) = cursor.take("I")
-        shape = cursor.take(f"{axes}Q")[::-1]
-        found[name] = Tensor(tuple(map(int, shape)), *cursor.take("IQ"))
+        shape = cursor.many(min(axes, _AXES + 1), "Q")[::-1]
+        if not 1 <= axes <= _AXES or 0 in shape:
+            raise ValueError(f"a tensor of {axes} axes has the shape {shape}.")
+        found[name] = Tensor(shape, *cursor.take("IQ"))
     return named, found
+
+
+def _new(name, named):
+    if name in named:
+        raise ValueError(f"{vocab.printable(name[:40])} is there twice.")
+    return name
+
+
+def _size(tensor):
+    """Bytes of a tensor, 0 if its kind is unknown; None if rows are no whole blocks."""
+    kind = KINDS.get(tensor.kind)
+    if kind is None:
+        return 0
+    if math.prod(tensor.shape[-1:]) % kind.values:
+        return None
+    return math.prod(tensor.shape) // kind.values * kind.size
+
+
+def _check_room(path, tensors, start, length):
+    """Raise unless the tensors lie side by side in the file's bytes from `start`."""
+    total = 0
+    for name, tensor in tensors.items():
+        shown, size = vocab.printable(name[:40]), _size(tensor)
+        if size is None:
+            raise ValueError(
+                f"{shown} of {path} has the shape {tensor.shape}, which is no whole "
+                f"number of blocks of {KINDS[tensor.kind].name}."
+            )
+        if tensor.start + size > length:
+            raise ValueError(f"{path} is cut short: {shown} is not all there.")
+        total += size
+    if total > max(length - start, 0):
+        raise ValueError(f"{path} is damaged: its tensors lie over one another.")
 
 
 def _half(raw_NB, at):

@@ -19,11 +19,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import matplotlib.figure
 import numpy as np
 
 from softbottle import evaluate
-from softbottle.analysis import report
+from softbottle.analysis import arrays as arrays_lib
+from softbottle.analysis import drawing, report
 from softbottle.ops.activations import SOFTMAX, Activation
 from softbottle.state import Run
 
@@ -83,7 +83,9 @@ def measure(
         ValueError: if the shapes do not fit, an entry is not finite, a label is not a
             word, or a rank is not in [1, width].
     """
-    arrays = [np.asarray(a) for a in (log_prior_TK, context_TKE, table_VE, bias_V)]
+    given = {"prior": log_prior_TK, "contexts": context_TKE}
+    given |= {"table": table_VE, "bias": bias_V}
+    arrays = [arrays_lib.real(name, one, None) for name, one in given.items()]
     labels_T = np.asarray(labels_T)
     _check(*arrays, labels_T)
     basis_VE = column_space(arrays[2])
@@ -142,7 +144,7 @@ def of_run(
 
 def section(found: dict[str, Gradient]) -> report.Section:
     """Heads side by side: what they keep, beside chance, against their width."""
-    figure = matplotlib.figure.Figure(figsize=(7, 4), layout="constrained")
+    figure = drawing.Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     for name, one in found.items():
         (line,) = axes.plot(one.width, one.kept, "o", label=name)

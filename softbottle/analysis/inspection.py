@@ -1,7 +1,6 @@
 """All the instruments on one thing: trained runs side by side, or bare arrays."""
 
 import pathlib
-import zipfile
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -22,6 +21,7 @@ from softbottle.analysis import (
     scaling,
     training,
 )
+from softbottle.analysis import arrays as arrays_lib
 from softbottle.analysis.asked import USUAL, Asked
 from softbottle.analysis.report import Section
 from softbottle.data import corpus as corpus_lib
@@ -91,17 +91,24 @@ def of_arrays(
         asked: how closely.
 
     Raises:
-        ValueError: if the file is of another kind, or an array is missing, has another
-            shape or is not finite.
+        ValueError: if the file is of another kind or larger than it says, or an array
+            is missing, has another shape, is complex or is not finite.
     """
-    if not zipfile.is_zipfile(path):
-        raise ValueError(f"{path} is no .npz file.")
-    with np.load(path) as stored:
-        arrays = dict(stored)
+    arrays = arrays_lib.load(path)
+    try:
+        return _array_sections(pathlib.Path(path).stem, arrays, instruments, asked)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _array_sections(name, arrays, instruments, asked):
+    texts = [key for key, array in arrays.items() if array.dtype.kind in "US"]
+    if set(texts) - {"names"}:
+        raise ValueError(f"{texts} hold texts; only names may.")
     sections = []
     if {"hidden", "table"} <= set(arrays):
         capture = captured.Capture(
-            pathlib.Path(path).stem,
+            name,
             arrays["table"],
             arrays.get("bias"),
             [arrays["hidden"]],
@@ -121,8 +128,8 @@ def of_arrays(
         )
     if not sections:
         raise ValueError(
-            f"{path} needs hidden and table, or logits and values, or parameters, "
-            f"tokens and loss; it has {sorted(arrays)}."
+            "it needs hidden and table, or logits and values, or parameters, tokens "
+            f"and loss; it has {sorted(arrays)}."
         )
     return sections
 

@@ -64,11 +64,15 @@ def load(file: gguf.File) -> Model:
         name.removeprefix(ARCHITECTURE + "."): value
         for name, value in file.settings.items()
     }
-    _check(file, settings)
-    table_VD = file.array("token_embd.weight")
-    heads, layers = settings["attention.head_count"], settings["block_count"]
-    size = settings.get("attention.key_length", table_VD.shape[1] // heads)
-    base = settings.get("rope.freq_base", 10_000.0)
+    layers = _check(file, settings)
+    heads = _positive(file, settings, "attention.head_count", int)
+    dim = file.tensor("token_embd.weight").shape[-1]
+    settings = {"attention.key_length": dim // heads, **settings}
+    settings = {"rope.freq_base": 10_000.0, **settings}
+    size = _positive(file, settings, "attention.key_length", int)
+    base = _positive(file, settings, "rope.freq_base", float)
+    epsilon = _positive(file, settings, "attention.layer_norm_rms_epsilon", float)
+    _check_shapes(file, layers, heads, size)
     rate_H = base ** (-np.arange(0, size, 2) / size)
     if "rope_freqs.weight" in file.tensors:
         rate_H = rate_H / file.array("rope_freqs.weight")
@@ -77,11 +81,11 @@ def load(file: gguf.File) -> Model:
             {part: file.array(f"blk.{layer}.{part}.weight") for part in _PARTS}
             for layer in range(layers)
         ],
-        table_VD,
+        file.array("token_embd.weight"),
         file.array("output_norm.weight"),
         heads,
         rate_H.astype(np.float32),
-        settings["attention.layer_norm_rms_epsilon"],
+        epsilon,
     )
 
 
@@ -146,19 +150,73 @@ def _normalise(hidden_SD, scale_D, epsilon):
 
 
 def _check(file, settings):
-    """Refuse what a pass over `_PARTS` would silently leave out."""
+    """The number of layers; what a pass over them would leave out is an error."""
     name = settings.get("general.architecture")
     if name != ARCHITECTURE:
         raise ValueError(f"{file.path} is of architecture {name!r}, not 'llama'.")
-    known = {f"{part}.weight" for part in _PARTS}
-    strange = {
-        tensor
-        for tensor in file.tensors
-        if tensor not in _OUTSIDE and tensor.split(".", 2)[-1] not in known
-    }
+    layers = _positive(file, settings, "block_count", int)
+    if layers > len(file.tensors):
+        raise ValueError(
+            f"{file.path} has too few tensors for llama.block_count {layers}."
+        )
+    known = {f"blk.{i}.{part}.weight" for i in range(layers) for part in _PARTS}
+    strange = file.tensors.keys() - known - _OUTSIDE
     scaling = settings.get("rope.scaling.type", "none")
     if strange or scaling != "none":
         raise ValueError(
             f"{file.path} has tensors {sorted(strange)[:3]} and rotary scaling "
             f"{scaling!r}, which this reader cannot use."
+        )
+    return layers
+
+
+def _positive(file, settings, name, kind):
+    """A setting that is a positive whole number, or fraction."""
+    value = settings.get(name)
+    if type(value) not in (kind, int) or not 0 < value < float("inf"):
+        raise ValueError(
+            f"llama.{name} of {file.path} must be a positive {kind.__name__}, got "
+            f"{str(value)[:40]!r}."
+        )
+    return value
+
+
+def _check_shapes(file, layers, heads, size):
+    """Raise unless every tensor has the shape that the settings ask for."""
+    vocab, dim, *_ = (*file.tensor("token_embd.weight").shape, 0)
+    for layer in range(layers):
+        block = f"blk.{layer}."
+        inner = file.tensor(f"{block}ffn_gate.weight").shape[0]
+        keys = file.tensor(f"{block}attn_k.weight").shape[0]
+        if size % 2 or keys % size or heads % (keys // size or heads + 1):
+            raise ValueError(
+                f"{block}attn_k of {file.path} has {keys} rows, which are no keys of "
+                f"{size} numbers that {heads} heads can share."
+            )
+        shapes = {
+            "attn_norm": (dim,),
+            "attn_q": (heads * size, dim),
+            "attn_k": (keys, dim),
+            "attn_v": (keys, dim),
+            "attn_output": (dim, heads * size),
+            "ffn_norm": (dim,),
+            "ffn_gate": (inner, dim),
+            "ffn_up": (inner, dim),
+            "ffn_down": (dim, inner),
+        }
+        for part, shape in shapes.items():
+            _check_shape(file, f"{block}{part}.weight", shape)
+    _check_shape(file, "output_norm.weight", (dim,))
+    for name in {"token_embd.weight", "output.weight"} & file.tensors.keys():
+        _check_shape(file, name, (vocab, dim))
+    if "rope_freqs.weight" in file.tensors:
+        _check_shape(file, "rope_freqs.weight", (size // 2,))
+
+
+def _check_shape(file, name, expected):
+    shape = file.tensor(name).shape
+    if shape != expected:
+        raise ValueError(
+            f"{name} of {file.path} has the shape {shape}; the settings and the other "
+            f"tensors ask for {expected}."
         )

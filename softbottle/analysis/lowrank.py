@@ -23,12 +23,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import matplotlib.figure
 import numpy as np
 import optax
 
 from softbottle import heads
-from softbottle.analysis import report
+from softbottle.analysis import arrays as arrays_lib
+from softbottle.analysis import drawing, report
 
 NEAR = 0.02  # nats: losses this close to the best are called as good
 
@@ -221,7 +221,7 @@ def _knee(ranks, losses):
 
 def section(found: dict[str, LowRank]) -> report.Section:
     """Models side by side: loss against rank, and against W-error."""
-    figure = matplotlib.figure.Figure(figsize=(10, 4), layout="constrained")
+    figure = drawing.Figure(figsize=(10, 4), layout="constrained")
     by_rank, by_error = figure.subplots(1, 2)
     lines = []
     for name, one in found.items():
@@ -284,12 +284,13 @@ def _mean_loss(output, hidden_ND, labels_N):
 def _w_error(table_VE, ranks):
     if table_VE is None:
         return np.full(len(ranks), np.nan)
-    sigma = np.linalg.svd(np.asarray(table_VE, np.float64), compute_uv=False)
+    sigma = np.linalg.svd(arrays_lib.real("table", table_VE), compute_uv=False)
     energy = np.square(sigma)
     return np.array([np.sqrt(energy[rank:].sum() / energy.sum()) for rank in ranks])
 
 
 def _check(hidden_ND, labels_N, vocab, ranks):
+    arrays_lib.real("states", hidden_ND, None)
     if hidden_ND.ndim != 2 or labels_N.shape != hidden_ND.shape[:1]:
         raise ValueError(
             f"states [N, D] and labels [N] are needed, got {hidden_ND.shape} and "

@@ -2,11 +2,11 @@
 
 from typing import NamedTuple
 
-import matplotlib.figure
 import matplotlib.ticker
 import numpy as np
 
-from softbottle.analysis import report
+from softbottle.analysis import arrays as arrays_lib
+from softbottle.analysis import drawing, report
 
 
 class Mixing(NamedTuple):
@@ -39,8 +39,8 @@ def mixing(log_prior_TK: np.ndarray, log_label_TK: np.ndarray) -> Mixing:
     Raises:
         ValueError: if the two are not finite matrices of one shape.
     """
-    log_prior_TK = np.asarray(log_prior_TK, np.float64)
-    log_label_TK = np.asarray(log_label_TK, np.float64)
+    log_prior_TK = arrays_lib.real("weights", log_prior_TK)
+    log_label_TK = arrays_lib.real("labels", log_label_TK)
     matched = log_prior_TK.ndim == 2 and log_prior_TK.shape == log_label_TK.shape
     bad = np.sum(~np.isfinite(log_prior_TK)) + np.sum(~np.isfinite(log_label_TK))
     if not matched or bad:
@@ -63,7 +63,7 @@ def mixing(log_prior_TK: np.ndarray, log_label_TK: np.ndarray) -> Mixing:
 
 def draw(mixed: dict[str, Mixing]) -> report.Figure:
     """Mean weights and responsibilities of the components, largest first."""
-    figure = matplotlib.figure.Figure(figsize=(8, 3.5), layout="constrained")
+    figure = drawing.Figure(figsize=(8, 3.5), layout="constrained")
     axes = figure.subplots()
     for name, one in mixed.items():
         order_K = np.argsort(-one.usage_K)

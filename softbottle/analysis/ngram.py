@@ -23,11 +23,10 @@ Lemma 4.1). All this squares the sigma_i: a W-error below 1e-7 is rounding.
 
 from typing import NamedTuple
 
-import matplotlib.figure
 import numpy as np
 from scipy import sparse
 
-from softbottle.analysis import report
+from softbottle.analysis import drawing, report
 
 _PASSES = 6
 _OVERSAMPLING = 16
@@ -117,6 +116,8 @@ def w_error(
         ValueError: if the matrix is not finite with two axes and something in it, or
             there are not that many dimensions.
     """
+    if np.iscomplexobj(matrix_CV):
+        raise ValueError(f"the matrix must be real, got {matrix_CV.dtype}.")
     matrix_CV = sparse.csr_array(matrix_CV, dtype=np.float64)
     wrong = int(np.sum(~np.isfinite(matrix_CV.data)))
     if matrix_CV.ndim != 2 or wrong or not np.any(matrix_CV.data):
@@ -155,7 +156,7 @@ def section(
         errors: by the corpus's name.
         widths: by the corpus's name, the widths of models that read it, by theirs.
     """
-    figure = matplotlib.figure.Figure(figsize=(7, 4.2), layout="constrained")
+    figure = drawing.Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.subplots()
     numbers, halves, models = {}, [], []
     for name, error in errors.items():

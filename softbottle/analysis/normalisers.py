@@ -14,6 +14,8 @@ from collections.abc import Callable
 import numpy as np
 from scipy import special
 
+from softbottle.analysis import arrays as arrays_lib
+
 Normaliser = Callable[[np.ndarray], np.ndarray]
 
 _BISECTIONS = 60
@@ -77,7 +79,7 @@ def finite(name: str, array: np.ndarray) -> np.ndarray:
     Raises:
         ValueError: if it has no axes, nothing in it, or an entry that is not finite.
     """
-    array = np.asarray(array, np.float64)
+    array = arrays_lib.real(name, array)
     wrong = np.sum(~np.isfinite(array))
     if not array.ndim or not array.size or wrong:
         raise ValueError(

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from softbottle.analysis import arrays as arrays_lib
 from softbottle.analysis import gguf, llama
 from softbottle.analysis.captured import Capture
 
@@ -45,6 +46,8 @@ def from_gguf(path: pathlib.Path | str, reading: Reading) -> Capture:
     file = gguf.read(path)
     name = file.path.stem
     output = "output.weight" if "output.weight" in file.tensors else "token_embd.weight"
+    if len(file.tensor(output).shape) != 2:
+        raise ValueError(f"{output} of {path} is no table [V, D] of words.")
     table_VD = file.array(output)
     if file.settings.get("general.architecture") != llama.ARCHITECTURE:
         return Capture(name, table_VD)
@@ -159,9 +162,13 @@ def _ids(reading, encode):
     if not path.is_file():
         raise ValueError(f"the text {path} is no file.")
     if path.suffix == ".npy":
-        ids = np.load(path)
+        ids = arrays_lib.load_one(path)
     else:
-        ids = np.asarray(encode(path.read_text(encoding="utf-8")), np.int64)
+        try:
+            text = path.read_text(encoding="utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is no text in UTF-8: {error}") from error
+        ids = np.asarray(encode(text), np.int64)
     if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
         raise ValueError(f"{path} must be a run of ids, got {ids.dtype} {ids.shape}.")
     return ids
@@ -184,19 +191,27 @@ def _gguf_tokenizer(file: gguf.File) -> Any:
     # A digit is a word by itself in SmolLM; both split as GPT-2 does otherwise.
     if kind not in (("gpt2", "gpt-2"), ("gpt2", "smollm")):
         raise ValueError(
-            f"the tokenizer {kind} of {file.path} cannot be built; give the text as "
-            "ids in a .npy file."
+            f"the tokenizer {str(kind)[:80]} of {file.path} cannot be built; give the "
+            "text as ids in a .npy file."
         )
-    words = file.settings["tokenizer.ggml.tokens"]
-    merges = [tuple(one.split(" ")) for one in file.settings["tokenizer.ggml.merges"]]
-    made = tokenizers.Tokenizer(
-        tokenizers.models.BPE({word: at for at, word in enumerate(words)}, merges)
-    )
+    words = {word: at for at, word in enumerate(_texts(file, "tokens"))}
+    merges = [tuple(one.split(" ")) for one in _texts(file, "merges")]
+    for pair in merges:
+        if len(pair) != 2 or not {*pair, "".join(pair)} <= words.keys():
+            raise ValueError(f"{str(pair)[:80]} is no merge of words of {file.path}.")
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(words, merges))
     steps = [tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)]
     if kind[1] == "smollm":
         steps.insert(0, tokenizers.pre_tokenizers.Digits(individual_digits=True))
     made.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(steps)
     return made
+
+
+def _texts(file, name):
+    texts = file.settings.get(f"tokenizer.ggml.{name}")
+    if not isinstance(texts, list) or not all(isinstance(one, str) for one in texts):
+        raise ValueError(f"tokenizer.ggml.{name} of {file.path} is no list of texts.")
+    return texts
 
 
 def _imported(name, extra):

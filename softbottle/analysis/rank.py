@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import matplotlib.figure
 import numpy as np
 
 from softbottle import config as config_lib
 from softbottle import evaluate, ops
-from softbottle.analysis import mixture, report
+from softbottle.analysis import arrays as arrays_lib
+from softbottle.analysis import drawing, mixture, report
 from softbottle.state import Run
 
 PRECISIONS = ("float32", "float64")
@@ -93,7 +93,7 @@ def spectrum(matrix: np.ndarray, precision: np.dtype | type) -> Spectrum:
     Raises:
         ValueError: if the matrix is not two-dimensional and finite.
     """
-    matrix = np.asarray(matrix, np.float64)
+    matrix = arrays_lib.real("the matrix", matrix)
     _check(matrix)
     sigma = np.linalg.svd(matrix, compute_uv=False)
     tolerance = _tolerance(matrix.shape, sigma, precision)
@@ -272,7 +272,7 @@ def section(found: dict[str, HeadRanks]) -> report.Section:
 
 
 def _draw_spectra(found):
-    figure = matplotlib.figure.Figure(figsize=(8, 4.5), layout="constrained")
+    figure = drawing.Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
     for name, (ranks, *_) in found.items():
         (line,) = axes.loglog(

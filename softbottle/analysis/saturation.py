@@ -16,11 +16,11 @@ every position peaks at about sqrt(D - 1), since it is itself part of the deviat
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-import matplotlib.figure
 import matplotlib.ticker
 import numpy as np
 
-from softbottle.analysis import report
+from softbottle.analysis import arrays as arrays_lib
+from softbottle.analysis import drawing, report
 
 OUTLIER = 6.0  # deviations from which a dimension is an outlier
 DRAWS = 400  # of a bootstrap
@@ -186,7 +186,8 @@ def turn(step_M: np.ndarray, value_M: np.ndarray, seed: int = 0) -> Turn:
     Raises:
         ValueError: if the steps do not rise, or there are fewer than nine.
     """
-    step_M, value_M = np.asarray(step_M, float), np.asarray(value_M, float)
+    step_M = arrays_lib.real("the steps", step_M)
+    value_M = arrays_lib.real("the values", value_M)
     _check_curve(step_M, value_M)
     lowest = int(np.argmin(_smoothed(value_M)))
     if lowest in (0, len(step_M) - 1):
@@ -217,7 +218,7 @@ def lag(later: Turn, earlier: Turn) -> tuple[float, tuple[float, float]]:
 
 def section(states: dict[str, Layers], heads: dict[str, Head]) -> report.Section:
     """Models side by side: their layers, and the spectra of their heads."""
-    figure = matplotlib.figure.Figure(figsize=(11, 3.8), layout="constrained")
+    figure = drawing.Figure(figsize=(11, 3.8), layout="constrained")
     cosines, peaks, spectra = figure.subplots(1, 3)
     for name, one in states.items():
         cosines.plot(one.anisotropy_L, marker=".", label=name)
@@ -259,9 +260,7 @@ def section(states: dict[str, Layers], heads: dict[str, Head]) -> report.Section
 
 def run_section(found: dict[str, Curves]) -> report.Section:
     """Runs over their checkpoints: where their curves turn, and in which order."""
-    figure = matplotlib.figure.Figure(
-        figsize=(11, 3.6 * len(found)), layout="constrained"
-    )
+    figure = drawing.Figure(figsize=(11, 3.6 * len(found)), layout="constrained")
     grid, lines, numbers = figure.subplots(len(found), 3, squeeze=False), [], {}
     for row, (name, one) in zip(grid, found.items(), strict=True):
         turns = turning(one)
@@ -348,7 +347,7 @@ def _hinges(x_W, y_BW):
 
 
 def _checked(name, matrix):
-    matrix = np.asarray(matrix, np.float64)
+    matrix = arrays_lib.real(name, matrix)
     if matrix.ndim != 2 or not np.all(np.isfinite(matrix)):
         raise ValueError(
             f"{name} must be a finite matrix, got the shape {matrix.shape} with "

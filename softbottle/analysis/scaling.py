@@ -10,11 +10,11 @@ how far its loss lies above the law.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import matplotlib.figure
 import numpy as np
 import scipy.optimize
 
-from softbottle.analysis import report
+from softbottle.analysis import arrays as arrays_lib
+from softbottle.analysis import drawing, report
 
 
 class Law(NamedTuple):
@@ -28,13 +28,14 @@ class Law(NamedTuple):
 
     def loss(self, parameters: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """The loss the law predicts."""
-        parameters, tokens = np.asarray(parameters, float), np.asarray(tokens, float)
+        parameters = arrays_lib.real("parameters", parameters)
+        tokens = arrays_lib.real("tokens", tokens)
         size = self.a * parameters**-self.alpha
         return size + self.b * tokens**-self.beta + self.e
 
     def gap(self, parameters, tokens, loss) -> np.ndarray:
         """How far a loss lies above the law, as a share of what it predicts."""
-        return np.asarray(loss, float) / self.loss(parameters, tokens) - 1
+        return arrays_lib.real("loss", loss) / self.loss(parameters, tokens) - 1
 
 
 PYTHIA = Law(119.09, 0.246)  # the fit of Godey et al. to the models from 410M up
@@ -57,7 +58,8 @@ def fit(
     Raises:
         ValueError: if the arrays do not match or are not positive, or no fit is found.
     """
-    data = [np.asarray(one, float) for one in (parameters_M, tokens_M, loss_M)]
+    named = {"parameters": parameters_M, "tokens": tokens_M, "loss": loss_M}
+    data = [arrays_lib.real(name, one) for name, one in named.items()]
     bad = [one.shape for one in data if one.ndim != 1 or not np.all(one > 0)]
     if bad or len({one.shape for one in data}) > 1 or len(np.unique(data[0])) < 2:
         raise ValueError(
@@ -94,19 +96,22 @@ def of_models(
         fitted_M: which models the law is fitted to; by default the larger half.
 
     Raises:
-        ValueError: as `fit`, or if `names` or `fitted_M` is not one for each.
+        ValueError: as `fit`, or if there is not one of everything for each model.
     """
+    data = (parameters_M, tokens_M, loss_M)
+    shapes = [np.shape(one) for one in data]
+    if len(shapes[0]) != 1 or len(set(shapes)) > 1:
+        raise ValueError(f"parameters, tokens and loss must be [M] each, got {shapes}.")
     if names is None:
         names = [f"{count:.3g}" for count in np.ravel(parameters_M)]
     if fitted_M is None:
         fitted_M = parameters_M >= np.median(parameters_M)
     fitted_M = np.asarray(fitted_M, bool)
-    if not len(names) == np.size(fitted_M) == np.size(parameters_M):
+    if not np.shape(names) == np.shape(fitted_M) == shapes[0]:
         raise ValueError(
             f"{np.size(parameters_M)} models need a name each and to be fitted or not, "
-            f"got {len(names)} and {np.size(fitted_M)}."
+            f"got {np.size(names)} and {np.size(fitted_M)}."
         )
-    data = (parameters_M, tokens_M, loss_M)
     law = fit(*(np.asarray(one)[fitted_M] for one in data))
     return section(law, [str(name) for name in names], *data)
 
@@ -121,7 +126,7 @@ def section(
     """Models beside the law, with the gap of each."""
     predicted_M = law.loss(parameters_M, tokens_M)
     gap_M = law.gap(parameters_M, tokens_M, loss_M)
-    figure = matplotlib.figure.Figure(figsize=(7, 4), layout="constrained")
+    figure = drawing.Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     axes.loglog(parameters_M, loss_M, "o", label="measured")
     axes.loglog(parameters_M, predicted_M, "_", markersize=16, label="the law")

@@ -4,12 +4,11 @@ import math
 import pathlib
 from typing import Any
 
-import matplotlib.figure
 import numpy as np
 
 from softbottle import config as config_lib
 from softbottle import evaluate, metrics
-from softbottle.analysis import rank
+from softbottle.analysis import drawing, rank
 from softbottle.data import synthetic
 from softbottle.data.vocab import Corpus
 from softbottle.state import Run
@@ -75,7 +74,7 @@ def table(summaries: dict[str, dict[str, Any]]) -> str:
 
 
 def _draw(lines, entropy, learned, true, summary):
-    figure = matplotlib.figure.Figure(figsize=(10, 4), layout="constrained")
+    figure = drawing.Figure(figsize=(10, 4), layout="constrained")
     loss, spectra = figure.subplots(1, 2)
     # None, where a run was shorter than the distance between two reports.
     told = [line for line in lines if "loss" in line]

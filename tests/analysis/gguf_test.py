@@ -177,3 +177,67 @@ def test_a_missing_tensor_and_an_unknown_kind_are_named(tmp_path, monkeypatch):
     monkeypatch.delitem(gguf.KINDS, 0)
     with pytest.raises(ValueError, match="kind 0; only F16, Q4_0"):
         gguf.read(path).array("w")
+
+
+def scalar(name, kind, code, value):
+    return text(name) + struct.pack(f"<I{code}", kind, value)
+
+
+def raw_file(path, settings=(), tensors=(), data=b"", counts=None):
+    """A GGUF file of settings and tensors that are bytes already."""
+    counts = counts or (len(tensors), len(settings))
+    header = b"GGUF" + struct.pack("<IQQ", 3, *counts) + b"".join((*settings, *tensors))
+    path.write_bytes(header + b"\0" * (-len(header) % 32) + data)
+    return path
+
+
+def tensor(name, shape, kind=0, start=0):
+    axes = struct.pack(f"<I{len(shape)}Q", len(shape), *shape[::-1])
+    return text(name) + axes + struct.pack("<IQ", kind, start)
+
+
+LARGE = 2**63 - 1
+IMPOSSIBLE = {
+    "alignment 0": ([scalar("general.alignment", 4, "I", 0)], [], "power of two"),
+    "alignment 24": ([scalar("general.alignment", 4, "I", 24)], [], "power of two"),
+    "alignment -32": ([scalar("general.alignment", 5, "i", -32)], [], "power of two"),
+    "alignment 1.5": ([scalar("general.alignment", 6, "f", 1.5)], [], "power of two"),
+    "alignment true": ([scalar("general.alignment", 7, "?", True)], [], "power of two"),
+    "alignment 'x'": ([setting("general.alignment", "x")], [], "power of two"),
+    "a type": ([text("a") + struct.pack("<II", 13, 0)], [], "of type 13"),
+    "nested arrays": (
+        [text("a") + struct.pack("<I", 9) + 500 * struct.pack("<IQ", 9, 1)],
+        [],
+        "of type 9",
+    ),
+    "a long list": ([text("a") + struct.pack("<IIQ", 9, 0, LARGE)], [], "cut short"),
+    "many texts": ([text("a") + struct.pack("<IIQ", 9, 8, LARGE)], [], "cut short"),
+    "a long text": ([text("a") + struct.pack("<IQ", 8, LARGE)], [], "cut short"),
+    "no text": ([text("a") + struct.pack("<IQ", 8, 1) + b"\xff"], [], "codec"),
+    "a setting twice": (2 * [setting("a", 1)], [], "a is there twice"),
+    "a tensor twice": ([], 2 * [tensor("w", (1,))], "w is there twice"),
+    "five axes": ([], [tensor("w", 5 * (1,))], "5 axes"),
+    "no axes": ([], [tensor("w", ())], "0 axes"),
+    "nothing in it": ([], [tensor("w", (3, 0))], "shape"),
+    "a large tensor": ([], [tensor("w", (2**31, 1))], "cut short: w"),
+    "an overflow": ([], [tensor("w", (2**32, 2**32))], "cut short: w"),
+    "a far place": ([], [tensor("w", (1,), start=2**64 - 8)], "cut short: w"),
+    "half a block": ([], [tensor("w", (2, 16), kind=2)], "blocks of Q4_0"),
+    "one over another": ([], [tensor(n, (9,)) for n in "abcdef"], "over one another"),
+}
+
+
+@pytest.mark.parametrize("case", IMPOSSIBLE)
+def test_a_file_that_says_what_cannot_be_is_one_error_that_names_it(case, tmp_path):
+    settings, tensors, message = IMPOSSIBLE[case]
+    path = raw_file(tmp_path / "a.gguf", settings, tensors, bytes(64))
+    with pytest.raises(ValueError, match=message) as refusal:
+        gguf.read(path)
+    assert "a.gguf" in str(refusal.value)
+
+
+@pytest.mark.parametrize("counts", [(LARGE, 0), (0, LARGE), (0, 3)])
+def test_more_settings_or_tensors_than_there_is_room_for_are_an_error(counts, tmp_path):
+    path = raw_file(tmp_path / "a.gguf", [setting("a", 1)], counts=counts)
+    with pytest.raises(ValueError, match="a.gguf is cut short or damaged"):
+        gguf.read(path)

@@ -205,3 +205,56 @@ def test_what_the_pass_would_leave_out_is_refused(tmp_path):
     settings = make_settings() | {"general.architecture": "qwen2"}
     with pytest.raises(ValueError, match="qwen2"):
         llama.load(gguf.read(make_file(tmp_path / "c.gguf", settings)))
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("block_count", None),
+        ("block_count", 0),
+        ("block_count", "three"),
+        ("block_count", 1.5),
+        ("block_count", 2**32 - 1),
+        ("block_count", LAYERS - 1),
+        ("block_count", LAYERS + 1),
+        ("attention.head_count", None),
+        ("attention.head_count", 0),
+        ("attention.head_count", 7),
+        ("attention.head_count", ["6", "6"]),
+        ("attention.key_length", 0),
+        ("attention.key_length", 3),
+        # Its rotation alone would be 8 GiB.
+        ("attention.key_length", 2**31),
+        ("attention.layer_norm_rms_epsilon", None),
+        ("attention.layer_norm_rms_epsilon", float("nan")),
+        ("attention.layer_norm_rms_epsilon", -1e-5),
+        ("rope.freq_base", 0.0),
+        ("rope.freq_base", float("inf")),
+    ],
+)
+def test_settings_that_the_tensors_contradict_are_one_error(name, value, tmp_path):
+    settings = make_settings() | {f"llama.{name}": value}
+    settings = {key: one for key, one in settings.items() if one is not None}
+    file = gguf.read(make_file(tmp_path / "a.gguf", settings))
+    with pytest.raises(ValueError, match="a.gguf"):
+        llama.load(file)
+
+
+@pytest.mark.parametrize("name", make_arrays())
+@pytest.mark.parametrize("wrong", ["deeper", "flat", "missing", "longer"])
+def test_a_tensor_of_another_shape_is_named(name, wrong, tmp_path):
+    array = make_arrays()[name]
+    changed = {
+        "deeper": array[None] if array.ndim > 1 else array[:, None],
+        "flat": array.ravel() if array.ndim > 1 else array[None],
+        "longer": np.concatenate([array, array]),
+        "missing": None,
+    }[wrong]
+    arrays = make_arrays() | {name: changed}
+    arrays = {key: one for key, one in arrays.items() if one is not None}
+    path = gguf_test.write_arrays(tmp_path / "a.gguf", make_settings(), arrays)
+    if name == "token_embd.weight" and wrong == "longer":
+        assert len(llama.load(gguf.read(path)).table_VD) == 2 * VOCAB
+        return
+    with pytest.raises(ValueError, match="a.gguf"):
+        llama.load(gguf.read(path))

@@ -136,6 +136,60 @@ def test_a_file_s_own_words_and_merges_make_its_tokenizer(tmp_path):
         assert found.ids.tolist() == [5, 6, *digits, 4, 1, 0]
 
 
+@pytest.mark.skipif(
+    not importlib.util.find_spec("tokenizers"),
+    reason="needs tokenizers: pip install 'softbottle[gguf]'",
+)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tokens": None},
+        {"merges": None},
+        {"tokens": 3},
+        {"merges": "a b"},
+        {"merges": ["a b c"]},
+        {"merges": ["a"]},
+        {"merges": ["a 2"]},
+    ],
+)
+def test_a_tokenizer_that_cannot_be_is_one_error(changes, tmp_path):
+    made = {"model": "gpt2", "pre": "gpt-2", "tokens": ["a", "b", "ab"]}
+    made = made | {"merges": ["a b"]} | changes
+    settings = llama_test.make_settings() | {
+        f"tokenizer.ggml.{name}": value
+        for name, value in made.items()
+        if value is not None
+    }
+    path = llama_test.make_file(tmp_path / "a.gguf", settings)
+    (tmp_path / "a.txt").write_text("ab ab")
+    with pytest.raises(ValueError, match="a.gguf"):
+        pretrained.from_gguf(path, pretrained.Reading(tmp_path / "a.txt"))
+
+
+def test_a_head_that_is_no_table_is_named(folder, tmp_path):
+    settings = llama_test.make_settings()
+    for architecture in ("llama", "gemma"):
+        path = llama_test.make_file(
+            tmp_path / "a.gguf",
+            settings | {"general.architecture": architecture},
+            **{"output.weight": np.ones(5)},
+        )
+        with pytest.raises(ValueError, match="output.weight of .*a.gguf"):
+            pretrained.from_gguf(path, pretrained.Reading(folder / "ids.npy"))
+
+
+def test_ids_in_a_file_that_lies_and_text_that_is_none_are_errors(folder, tmp_path):
+    path = folder / "tiny.gguf"
+    header = b"{'descr': '<i8', 'fortran_order': False, 'shape': (%d,), }" % 2**40
+    raw = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header
+    (tmp_path / "a.npy").write_bytes(raw + bytes(64))
+    with pytest.raises(ValueError, match="a.npy .* there are 64"):
+        pretrained.from_gguf(path, pretrained.Reading(tmp_path / "a.npy"))
+    (tmp_path / "a.txt").write_bytes(b"caf\xe9")
+    with pytest.raises(ValueError, match="a.txt is no text in UTF-8"):
+        pretrained.from_gguf(path, pretrained.Reading(tmp_path / "a.txt"))
+
+
 def test_missing_packages_are_named_with_the_command_that_brings_them(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(ImportError, match=r"pip install 'softbottle\[hf\]'"):
