@@ -9,6 +9,17 @@ COMMANDS = {
     "sweep field": ("sweep.py", "--config.modle.order=3"),
     "type": ("train.py", "--config", QUICKSTART, "--config.head.components=many"),
     "head": ("train.py", "--config", f"{QUICKSTART}:sofmax"),
+    "seed": ("train.py", "--config", QUICKSTART, f"--config.seed={2**70}"),
+    "nan": ("train.py", "--config", QUICKSTART, "--config.optim.clip=nan"),
+    "config": ("train.py", "--config", "configs/nothing.py"),
+    "argument": ("train.py", "--config", QUICKSTART, "more"),
+    "share": ("evaluate.py", "--share=2"),
+    "theta": ("evaluate.py", "--theta=nan"),
+    "rows": ("evaluate.py", "--rows=-1"),
+    "temperature": ("generate.py", "--temperature=0"),
+    "no run": ("evaluate.py",),
+    "no prompt": ("generate.py",),
+    "shown": ("evaluate.py", "--traceback"),
     "value": ("train.py", "--config", QUICKSTART, "--config.optim.name=sgdd"),
 }
 
@@ -27,9 +38,37 @@ def answers(tmp_path_factory):
 
 
 def refused(answer):
+    """The one line that a command that was refused leaves, with status 2."""
     code, _, errors = answer
-    assert code != 0
-    return errors
+    assert code == 2, errors
+    (line,) = errors.splitlines()
+    return line
+
+
+REASONS = {
+    "seed": "seed must be below 2**32, got 1180591620717411303424",
+    "nan": "optim.clip must be finite, got nan",
+    "config": "configs/nothing.py",
+    "argument": "not understood: more",
+    "share": "--share=2",
+    "theta": "--theta must be finite",
+    "rows": "--rows=-1",
+    "temperature": "--temperature=0",
+    "no run": "no-run holds no run: there is no config.json in it",
+    "no prompt": "no-prompt holds no run",
+}
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_a_refusal_is_one_line_with_its_reason(answers, name):
+    assert REASONS[name] in refused(answers[name])
+
+
+def test_a_traceback_is_shown_when_asked_for(answers):
+    code, _, errors = answers["shown"]
+    assert code == 2
+    assert errors.startswith("Traceback") and "load_run" in errors
+    assert "holds no run" in errors.splitlines()[-1]
 
 
 def test_help_tells_what_the_program_does_and_takes(answers):

@@ -1,6 +1,8 @@
 import importlib.util
 import json
 import math
+import resource
+import signal
 
 import pytest
 
@@ -133,6 +135,27 @@ def test_without_a_terminal_progress_is_a_plain_line_now_and_then(monkeypatch, c
     assert told[0] == "mos: step 160 of 1,000, 14:00 left"
     assert len(told) == 399 // 60 + 1
     assert told[-1] == "a line"
+
+
+def test_a_full_disk_is_told_with_what_is_safe(tmp_path):
+    writer = metrics.Writer(tmp_path, 0, START)
+    length = (tmp_path / "metrics.jsonl").stat().st_size
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        # A limit on a file's size fails as a full disk does, at the same place.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (length + 10, before[1]))
+        with pytest.raises(
+            metrics.WriteError, match="step 7: .*metrics.jsonl could not"
+        ):
+            writer.write(7, loss=0.5)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    writer.close()
+    # Half a line is there, and the next start drops it.
+    write(tmp_path, 7, resume_from=6)
+    assert steps_of(tmp_path) == [0, 7]
 
 
 def test_a_folder_without_metrics_has_no_lines(tmp_path):

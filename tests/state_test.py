@@ -1,5 +1,6 @@
 import json
 import pathlib
+import shutil
 
 import chex
 import jax
@@ -96,6 +97,66 @@ def test_another_vocabulary_is_an_error_and_leaves_the_stored_one(tmp_path, word
     with pytest.raises(ValueError, match=f"vocabulary .{len(words)} words. is not"):
         write(tmp_path, Vocab(words))
     assert Vocab.load(tmp_path / "vocab.txt") == VOCAB
+
+
+TEXT = {"train": "aa", "valid": "bb", "test": "cc"}
+
+
+def test_another_text_is_an_error_that_names_the_splits(tmp_path):
+    config = tiny.make_config()
+    state.write_run(tmp_path, config, VOCAB, TEXT)
+    state.write_run(tmp_path, config, VOCAB, TEXT)
+    changed = TEXT | {"valid": "b", "test": "c"}
+    with pytest.raises(ValueError, match=r"valid, test changed \(synthetic\)"):
+        state.write_run(tmp_path, config, VOCAB, changed)
+    state.check_text(tmp_path, "train", changed)
+    with pytest.raises(ValueError, match=f"valid text is not .* run in {tmp_path}"):
+        state.check_text(tmp_path, "valid", changed)
+
+
+def test_a_run_of_a_version_without_hashes_takes_those_of_its_text(tmp_path):
+    write(tmp_path)
+    (tmp_path / "corpus.json").unlink()
+    state.check_text(tmp_path, "test", TEXT)
+    state.write_run(tmp_path, tiny.make_config(), VOCAB, TEXT)
+    stored = json.loads((tmp_path / "corpus.json").read_text())
+    assert stored == TEXT | {"vocab": VOCAB.digest}
+
+
+def test_no_file_of_a_run_is_written_again_when_it_is_equal(tmp_path):
+    write(tmp_path)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    write(tmp_path)
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("words", ["", "<eos>\nb\nc\nd\nf\n"])
+def test_a_damaged_vocabulary_is_not_read_as_the_runs_own(trained, tmp_path, words):
+    shutil.copytree(trained[0], tmp_path / "run")
+    (tmp_path / "run" / "vocab.txt").write_text(words)
+    with pytest.raises(ValueError, match="vocab.txt"):
+        state.load_run(tmp_path / "run")
+
+
+@pytest.mark.parametrize("name", ["config.json", "corpus.json"])
+@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff\xfe", b"null"])
+def test_a_file_that_is_no_json_is_named(trained, tmp_path, name, content):
+    shutil.copytree(trained[0], tmp_path / "run")
+    (tmp_path / "run" / name).write_bytes(content)
+    for use in (state.load_run, write):
+        with pytest.raises(ValueError, match=f"{name} is damaged"):
+            use(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    "values", [{"what": 1}, {"what": {}}, {"seed": {"a": 1}}, {"data": 3}]
+)
+def test_a_config_with_other_fields_is_told(trained, tmp_path, values):
+    shutil.copytree(trained[0], tmp_path / "run")
+    path = tmp_path / "run" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+    with pytest.raises(ValueError, match="has no field|must be"):
+        state.load_run(tmp_path / "run")
 
 
 def test_a_state_is_a_pytree():
