@@ -20,6 +20,7 @@ RESTARTS=${RESTARTS:-100}
 GRACE=${GRACE:-120} # seconds in which a host that goes away can save
 CONFIG=${CONFIG:-configs/lm1b.py:mos}
 MODEL=${MODEL:-4} # chips that share a vocabulary
+USER_ID=10001     # of the image's user, who writes to the bucket
 STORAGE=softbottle-share
 MOUNT=/mnt/share
 WORKDIR=${WORKDIR:-$MOUNT/runs/$NAME}
@@ -39,16 +40,23 @@ storage() {
     # xpk wants a size and does not use it: a bucket has none.
     xpk storage attach "$STORAGE" "${where[@]}" --type=gcsfuse \
         --bucket="${BUCKET:?is needed}" --size=1 --mount-point="$MOUNT" --readonly=false \
-        --auto-mount=false --mount-options=implicit-dirs,rename-dir-limit=100000
+        --auto-mount=false \
+        --mount-options="implicit-dirs,rename-dir-limit=100000,uid=$USER_ID,gid=$USER_ID"
 }
 
 run() {
-    local arguments="" command
-    (($# == 0)) || printf -v arguments '%q ' "$@"
-    # exec, or a signal to stop would reach the shell that xpk wraps around this alone.
-    command="exec env CONFIG=$CONFIG MODEL=$MODEL WORKDIR=$WORKDIR \
-bash launch/pods/worker.sh \
---config.data.path=$DATA --config.data.cache=$MOUNT/cache --config.data.rows=$ROWS $arguments"
+    local command
+    # A shell of the pod reads this: quoted, each word arrives whole and none is executed.
+    # exec, or a signal to stop would reach that shell alone.
+    printf -v command '%q ' exec env "NAME=$NAME" "CONFIG=$CONFIG" "MODEL=$MODEL" \
+        "WORKDIR=$WORKDIR" bash launch/pods/worker.sh "--config.data.path=$DATA" \
+        "--config.data.cache=$MOUNT/cache" "--config.data.rows=$ROWS" "$@"
+    # Kubernetes replaces $(NAME) and $$ in a command by itself. Quoted they are apart, as
+    # \$\(NAME\), except in a word with a control character, as $'\n$(NAME)'.
+    if [[ $command == *"\$("* || $command == *"\$\$"* ]]; then
+        echo "a setting has both a control character and \$( or \$\$: $command" >&2
+        exit 64
+    fi
     # Beside the statuses on which xpk restarts anyway: of a process that lost another
     # one, and of a run that was stopped early.
     xpk workload create "${where[@]}" --workload="$NAME" --tpu-type="$TPU" \

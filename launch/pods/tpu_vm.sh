@@ -18,6 +18,8 @@ SHARE=${SHARE:?is needed: HOST:/FOLDER of NFS (Filestore), or the name of a buck
 NAME=${NAME:-softbottle}
 ACCELERATOR=${ACCELERATOR:-v5litepod-256}
 RUNTIME=${RUNTIME:-v2-alpha-tpuv5-lite} # the image that goes with the accelerator
+JAX=${JAX:-0.10.2}                      # the version, which decides that of libtpu too
+UV=${UV:-0.13.7}                        # the version that makes the environment
 SPOT=${SPOT:-true}                      # cheaper, and can be taken away at any time
 CONFIG=${CONFIG:-configs/lm1b.py:mos}
 MODEL=${MODEL:-4}                       # chips that share a vocabulary
@@ -32,10 +34,12 @@ where=(--project="$PROJECT" --zone="$ZONE")
 
 say() { echo "$(date +%T) $*" >&2; }
 
+# Words as the hosts' shell must read them to get each whole and to execute none of them.
+quoted() { printf '%q ' "$@"; }
+
+# on WORKER COMMAND: the hosts' shell reads the command, so its words are `quoted` before.
 on() {
-    local worker=$1
-    shift
-    gcloud compute tpus tpu-vm ssh "$NAME" "${where[@]}" --worker="$worker" --command="$*"
+    gcloud compute tpus tpu-vm ssh "$NAME" "${where[@]}" --worker="$1" --command="$2"
 }
 
 # ACTIVE when the hosts are there; a preempted one is SUSPENDED, a deleted one nothing.
@@ -52,7 +56,9 @@ slice_state() {
 
 is_well() { [[ $(queue_state) == ACTIVE && $(slice_state) == READY ]]; }
 
-is_finished() { on 0 "test -e $WORKDIR/summary.json"; }
+is_finished() {
+    on 0 "venv/bin/python softbottle/launch/pods/finished.py -- $(quoted "$WORKDIR")"
+}
 
 create() {
     local options=() state
@@ -84,46 +90,55 @@ install() {
 
 # The images' own Python is older than what softbottle needs.
 environment_command() {
-    cat <<'COMMAND'
-python3 -m pip install --quiet --user uv
+    cat <<COMMAND
+python3 -m pip install --quiet --user $(quoted "uv==$UV")
 ~/.local/bin/uv venv --quiet --clear --python 3.12 venv
-~/.local/bin/uv pip install --quiet --python venv/bin/python -e softbottle 'jax[tpu]'
+~/.local/bin/uv pip install --quiet --python venv/bin/python \
+    -e softbottle $(quoted "jax[tpu]==$JAX")
 COMMAND
 }
 
 mount_command() {
-    local mount
+    local share folder mount
+    share=$(quoted "$SHARE")
+    folder=$(quoted "$MOUNT")
     if [[ $SHARE == *:/* ]]; then
-        mount="sudo apt-get -qq install -y nfs-common && sudo mount -t nfs $SHARE $MOUNT"
+        mount="sudo apt-get -qq install -y nfs-common && sudo mount -t nfs $share $folder"
     else
         # A checkpoint is written under another name and then renamed: a bucket with a
         # hierarchical namespace does that at once, another one file by file.
-        mount="sudo chown \$USER $MOUNT &&
-            gcsfuse --implicit-dirs --rename-dir-limit=100000 $SHARE $MOUNT"
+        mount="sudo chown \$USER $folder &&
+            gcsfuse --implicit-dirs --rename-dir-limit=100000 $share $folder"
     fi
-    echo "sudo mkdir -p $MOUNT"
-    echo "mountpoint -q $MOUNT || { $mount; }"
-    echo "mkdir -p $WORKDIR"
+    echo "sudo mkdir -p $folder"
+    echo "mountpoint -q $folder || { $mount; }"
+    quoted mkdir -p -- "$WORKDIR"
 }
 
 run() {
-    local arguments=""
-    (($# == 0)) || printf -v arguments '%q ' "$@"
-    on all "cd softbottle && PYTHON=\$HOME/venv/bin/python CONFIG=$CONFIG MODEL=$MODEL \
-        WORKDIR=$WORKDIR bash launch/pods/worker.sh --config.data.path=$DATA \
-        --config.data.cache=$MOUNT/cache --config.data.rows=$ROWS $arguments"
+    on all "cd softbottle && PYTHON=\$HOME/venv/bin/python $(quoted env "NAME=$NAME" \
+        "CONFIG=$CONFIG" "MODEL=$MODEL" "WORKDIR=$WORKDIR" bash launch/pods/worker.sh \
+        "--config.data.path=$DATA" "--config.data.cache=$MOUNT/cache" \
+        "--config.data.rows=$ROWS" "$@")"
+}
+
+# To the training process of every host, by its id.
+signal() {
+    on all "$(quoted env "NAME=$NAME" bash softbottle/launch/pods/process.sh signal "$1")"
 }
 
 # All hosts save at the same step and leave.
-stop() { on all "pkill -TERM -f launch/train.py || true"; }
+stop() { signal TERM; }
 
 delete() {
     gcloud compute tpus queued-resources delete "$NAME" "${where[@]}" --force --quiet
 }
 
+# A run is finished when all hosts say so by their status and the share agrees. What the
+# share says alone is not enough: it may be of an earlier run, which now is to go on.
 until_finished() {
-    local failures=0 installed=false
-    until is_well && is_finished; do
+    local failures=0 installed=false finished=false
+    until [[ $finished == true ]]; do
         if ! is_well; then
             say "no slice; the queue says '$(queue_state)'"
             failures=0
@@ -133,14 +148,18 @@ until_finished() {
         fi
         if [[ $installed == true ]] || install; then
             installed=true
-            run "$@" || say "the run has stopped with status $?"
+            if run "$@"; then
+                ! is_finished || finished=true
+            else
+                say "the run has stopped with status $?"
+            fi
         fi
-        if is_well && ! is_finished; then
+        if [[ $finished == false ]] && is_well; then
             failures=$((failures + 1))
             say "failure $failures of $RETRIES on a slice that is well"
             ((failures < RETRIES)) || exit 1
             # What a broken connection has left behind holds the chips.
-            on all "pkill -KILL -f launch/train.py || true" || true
+            signal KILL || true
         fi
     done
     say "finished: $WORKDIR/summary.json on $SHARE"

@@ -2,9 +2,8 @@
 # One host's part of a job; run the same on every host of a pod, from the repository's
 # root. Arguments go to launch/train.py; jax finds the other hosts by itself.
 #
-# launch/train.py ends with status 0 when the run is finished and also when it was asked
-# to stop and has saved. Whoever started the job must tell the two apart, or a preempted
-# job counts as done, so here:
+# Whoever started the job must tell a finished run from one that was asked to stop and
+# has saved, or a preempted job counts as done, so this ends with:
 #
 #     0      the run is finished
 #     75     stopped early, saved: start again with the same WORKDIR
@@ -17,6 +16,8 @@ WORKDIR=${WORKDIR:?is needed: a folder that all hosts share}
 MODEL=${MODEL:-4}          # devices that share a vocabulary; the rest share rows
 PYTHON=${PYTHON:-python}
 HEARTBEAT=${HEARTBEAT:-60} # seconds of silence after which a process is dead
+SETTLE=${SETTLE:-60}       # seconds after which the share shows a new file to all hosts
+export NAME=${NAME:-softbottle} # of the run; launch/pods/process.sh finds it by this
 STOPPED=75
 
 if [[ $WORKDIR == *://* ]]; then
@@ -33,9 +34,13 @@ stop() {
 }
 trap stop TERM INT
 
-"$PYTHON" launch/train.py --config "$CONFIG" --workdir "$WORKDIR" --distributed \
-    --heartbeat_seconds="$HEARTBEAT" \
-    --config.mesh.data=-1 --config.mesh.model="$MODEL" "$@" &
+# exec keeps the id that was recorded.
+(
+    bash launch/pods/process.sh record "$BASHPID"
+    exec "$PYTHON" launch/train.py --config "$CONFIG" --workdir "$WORKDIR" \
+        --distributed --heartbeat_seconds="$HEARTBEAT" --stopped_status="$STOPPED" \
+        --config.mesh.data=-1 --config.mesh.model="$MODEL" "$@"
+) &
 training=$!
 [[ $asked == false ]] || stop
 # A trapped signal ends `wait`, not the training.
@@ -44,7 +49,7 @@ while true; do
     wait "$training" || status=$?
     kill -0 "$training" 2>/dev/null || break
 done
-if [[ $status == 0 && ! -e $WORKDIR/summary.json ]]; then
-    status=$STOPPED
+if [[ $status == 0 ]]; then
+    "$PYTHON" launch/pods/finished.py --wait="$SETTLE" -- "$WORKDIR" || status=$STOPPED
 fi
 exit "$status"
