@@ -13,7 +13,7 @@ STEPS=${STEPS:-200}        # of each run
 STRIKE=${STRIKE:-70}       # the step after which a run is disturbed
 PORT=${PORT:-26817}        # this one and the two after it
 PATIENCE=${PATIENCE:-300}  # seconds until a state that does not come is an error
-CASES=${CASES:-calm killed outranked limit preempted hopeless every_gpu mpi}
+CASES=${CASES:-calm extended killed outranked limit preempted hopeless every_gpu mpi}
 
 root=$(cd "$ROOT" && pwd)
 started=$(date +%s)
@@ -201,6 +201,22 @@ preempted() {
     scancel --signal=TERM "$job"
     start_soon "$job"
     ends_well preempted
+}
+
+# A finished run is told to go on for longer, and is stopped on the way: its old summary
+# must not make it finished.
+extended() {
+    local longer=$((STEPS + STRIKE))
+    cp -r "$root/calm" "$root/extended"
+    job=$(EXTRA=--config.train.steps=$longer submit extended)
+    until_true reached extended $((STEPS + 10))
+    log "job $job is at step $(step_of extended): scancel --signal=TERM"
+    scancel --signal=TERM "$job"
+    start_soon "$job"
+    ends extended COMPLETED
+    is "$job" Restarts 1 || fail "it was not put back into the queue"
+    grep -q "\"steps\": $longer" "$root/extended/summary.json" || fail "it ended early"
+    log "summary.json: $(grep '"steps"' "$root/extended/summary.json")"
 }
 
 limit() {
