@@ -4,20 +4,17 @@ python launch/export.py --workdir runs/ptb-mos --folder exported
 python launch/export.py --workdir runs/moved --folder exported --read
 """
 
-from absl import app, flags, logging
+from absl import flags
 
-from softbottle import export
+from softbottle import command, export
 
 WORKDIR = flags.DEFINE_string("workdir", None, "The run.", required=True)
 FOLDER = flags.DEFINE_string("folder", None, "The exported files.", required=True)
 READ = flags.DEFINE_bool("read", False, "Make a run of the files, not files of a run.")
 
 
-def main(arguments: list[str]) -> None:
+def main() -> None:
     """Write or read the files."""
-    if len(arguments) > 1:
-        raise app.UsageError(f"not understood: {arguments[1:]}")
-    logging.set_verbosity(logging.WARNING)
     if READ.value:
         export.read(FOLDER.value, WORKDIR.value)
         print(f"made a run in {WORKDIR.value}")
@@ -27,4 +24,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    command.run(main)

@@ -240,7 +240,9 @@ def test_settings_that_the_tensors_contradict_are_one_error(name, value, tmp_pat
         llama.load(file)
 
 
-@pytest.mark.parametrize("name", make_arrays())
+@pytest.mark.parametrize(
+    "name", [name for name in make_arrays() if not name.startswith(("blk.1", "blk.2"))]
+)
 @pytest.mark.parametrize("wrong", ["deeper", "flat", "missing", "longer"])
 def test_a_tensor_of_another_shape_is_named(name, wrong, tmp_path):
     array = make_arrays()[name]
