@@ -305,7 +305,7 @@ def _encode(config, sources, folder):
         }
         vocab.save(partial / "vocab.txt")
         encoded.seal(partial, facts)
-        check(encoded.opened(partial, config.lowercase))
+        check(encoded.mapped(partial, config.lowercase))
         _log_speed(config.name, facts, len(vocab))
         try:
             partial.rename(folder)

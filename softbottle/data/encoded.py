@@ -2,12 +2,13 @@
 
     {train,valid,test}.int32, vocab.txt    what is read
     manifest.json                          their sizes and sha256, written last
-    checked.json                           when the files were last found to be sound
+    checked.json                           which files were found to be sound
 
-Opening hashes a file only if its size, time or inode is not the one in checked.json:
+Opening hashes the files unless their sizes, times and inodes are those in checked.json:
 what a program or a copy changed is found, and 3 GB of ids are not read at each start.
-Nothing is repaired here: a cache that changed by itself is a disk or a program that
-the user has to know of.
+Bits that a disk changes by itself, with no trace in a file's times, are found when the
+cache is copied or checked.json is deleted. Nothing is repaired here: what changed a
+cache is a disk or a program that the user has to know of.
 """
 
 import contextlib
@@ -15,6 +16,7 @@ import hashlib
 import json
 import os
 import pathlib
+import time
 from collections.abc import Mapping
 from concurrent import futures
 from typing import Any
@@ -27,6 +29,9 @@ from softbottle.data.vocab import Corpus, Vocab
 SPLITS = ("train", "valid", "test")
 _VOCAB = "vocab.txt"
 _HASHED = (*(f"{name}.int32" for name in SPLITS), _VOCAB)
+# A file may change twice within what a file system's clock can tell (2 s on some), so
+# one that changed so recently is hashed again next time.
+SETTLED_NS = 2 * 10**9
 
 
 def seal(folder: pathlib.Path, facts: Mapping[str, Any]) -> None:
@@ -38,37 +43,32 @@ def seal(folder: pathlib.Path, facts: Mapping[str, Any]) -> None:
     """
     for name in _HASHED:
         with (folder / name).open("rb") as file:
-            # On the disk before they are called sound: else a machine that loses
-            # power may keep their sizes and times, and not their content.
+            # On the disk before the manifest is: a machine may lose power.
             os.fsync(file.fileno())
-    stamps, sums = _stamps(folder), _sums(folder)
-    files.replace(folder / "checked.json", _checked(stamps, sums))
-    manifest = json.dumps({**facts, "sha256": sums}, indent=1)
+    manifest = json.dumps({**facts, "sha256": _sums(folder)}, indent=1)
     files.replace(folder / "manifest.json", manifest)
 
 
 def opened(folder: pathlib.Path, lowercase: bool) -> Corpus | None:
-    """The corpus in a folder, its arrays memory-mapped, or None if there is none.
+    """The corpus in a folder once it is checked, or None if there is none.
 
     Raises:
         ValueError: if a file is missing, or is not the one that was written.
     """
-    try:
-        raw = (folder / "manifest.json").read_bytes()
-    except FileNotFoundError:
+    if (expected := _expected(folder)) is None:
         return None
-    try:
-        sums = json.loads(raw)["sha256"]
-        expected = {name: str(sums[name]) for name in _HASHED}
-    except (ValueError, KeyError, TypeError) as error:
-        raise _damage(folder, "manifest.json") from error
     _check(folder, expected)
-    vocab = Vocab.load(folder / _VOCAB, lowercase)
-    arrays = [np.memmap(folder / f"{name}.int32", "<i4", "r") for name in SPLITS]
-    for name, ids in zip(SPLITS, arrays, strict=True):
+    corpus = mapped(folder, lowercase)
+    for name, ids in zip(SPLITS, corpus, strict=False):
         # For `digest`; NumPy does not hand it on to a slice, which has another hash.
         ids.sha256 = expected[f"{name}.int32"]
-    return Corpus(*arrays, vocab)
+    return corpus
+
+
+def mapped(folder: pathlib.Path, lowercase: bool) -> Corpus:
+    """The corpus in a folder as it is, its arrays memory-mapped."""
+    arrays = (np.memmap(folder / f"{name}.int32", "<i4", "r") for name in SPLITS)
+    return Corpus(*arrays, Vocab.load(folder / _VOCAB, lowercase))
 
 
 def digest(corpus: Corpus) -> dict[str, str]:
@@ -85,11 +85,23 @@ def _digest(ids):
     return known or hashlib.sha256(np.ascontiguousarray(ids, "<i4")).hexdigest()
 
 
+def _expected(folder):
+    """The hash of each file by the manifest, or None if there is none."""
+    try:
+        sums = json.loads((folder / "manifest.json").read_bytes())["sha256"]
+        return {name: str(sums[name]) for name in _HASHED}
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError) as error:
+        raise _damage(folder, "manifest.json") from error
+
+
 def _check(folder, expected):
     """Raise unless every file is the one that was written."""
+    now = time.time_ns()
     try:
         stamps = _stamps(folder)
-        checked = _checked(stamps, expected)
+        checked = json.dumps({"stamps": stamps, "sha256": expected}).encode()
         if _content(folder / "checked.json") == checked:
             return
         sums = _sums(folder)
@@ -98,25 +110,26 @@ def _check(folder, expected):
     for name, sha in sums.items():
         if sha != expected[name]:
             raise _damage(folder, name)
-    # Others may do the same now, or the folder be read-only: then it is done again.
-    with contextlib.suppress(OSError):
-        files.replace(folder / "checked.json", checked)
+    newest = max(when for _, _, *times in stamps.values() for when in times)
+    if now - newest > SETTLED_NS:
+        # Others may do the same now, or the folder be read-only: it is done again then.
+        with contextlib.suppress(OSError):
+            files.replace(folder / "checked.json", checked)
 
 
 def _stamps(folder):
     """Of each file, what changes when it is written to or another takes its place."""
     stats = {name: (folder / name).stat() for name in _HASHED}
-    return {name: [s.st_size, s.st_mtime_ns, s.st_ino] for name, s in stats.items()}
+    return {
+        name: (one.st_size, one.st_ino, one.st_mtime_ns, one.st_ctime_ns)
+        for name, one in stats.items()
+    }
 
 
 def _sums(folder):
     with futures.ThreadPoolExecutor(len(_HASHED)) as pool:
         sums = pool.map(files.sha256, (folder / name for name in _HASHED))
         return dict(zip(_HASHED, sums, strict=True))
-
-
-def _checked(stamps, sums):
-    return json.dumps({"stamps": stamps, "sha256": sums}).encode()
 
 
 def _content(path):

@@ -34,6 +34,12 @@ def folder(settings):
 
 
 @pytest.fixture
+def settled(monkeypatch):
+    """Files count as old enough for their times to tell of every change."""
+    monkeypatch.setattr(encoded, "SETTLED_NS", -(10**12))
+
+
+@pytest.fixture
 def hashed(monkeypatch):
     """The names of the files that are hashed from now on."""
     names, sha256 = [], files.sha256
@@ -80,7 +86,9 @@ def test_a_missing_file_is_named(settings, folder, name):
         corpus.load(settings)
 
 
-def test_a_sound_cache_is_hashed_once_per_change(settings, folder, hashed):
+def test_a_sound_cache_is_hashed_once_per_change(settings, folder, settled, hashed):
+    corpus.load(settings)
+    hashed.clear()
     corpus.load(settings)
     assert hashed == []
     touch(folder / "train.int32")
@@ -90,7 +98,8 @@ def test_a_sound_cache_is_hashed_once_per_change(settings, folder, hashed):
     assert len(hashed) == len(FILES)
 
 
-def test_a_file_put_in_the_place_of_another_is_hashed(settings, folder):
+def test_a_file_put_in_the_place_of_another_is_hashed(settings, folder, settled):
+    corpus.load(settings)
     path = folder / "valid.int32"
     stat, other = path.stat(), folder / "other"
     other.write_bytes(path.read_bytes()[::-1])
@@ -98,6 +107,23 @@ def test_a_file_put_in_the_place_of_another_is_hashed(settings, folder):
     other.replace(path)
     with pytest.raises(ValueError, match="valid.int32 is not"):
         corpus.load(settings)
+
+
+def test_a_file_with_the_times_of_the_sound_one_is_hashed(settings, folder, settled):
+    corpus.load(settings)
+    path = folder / "valid.int32"
+    stat = path.stat()
+    flip(path)
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    with pytest.raises(ValueError, match="valid.int32 is not"):
+        corpus.load(settings)
+
+
+def test_a_file_that_changed_just_now_is_hashed_again(settings, folder, hashed):
+    for times in (1, 2):
+        corpus.load(settings)
+        assert len(hashed) == times * len(FILES)
+    assert not (folder / "checked.json").exists()
 
 
 @pytest.mark.parametrize("left", [b"", b"{}", b"\xff", b'{"stamps": 3}'])
@@ -110,13 +136,12 @@ def test_what_was_checked_is_checked_again_if_no_one_knows(
 
 
 def test_a_cache_that_cannot_be_written_to_is_checked_each_time(
-    settings, folder, hashed, monkeypatch
+    settings, folder, settled, hashed, monkeypatch
 ):
     def refused(path, content):
         raise PermissionError(13, "read-only", str(path))
 
     monkeypatch.setattr(files, "replace", refused)
-    (folder / "checked.json").unlink()
     for times in (1, 2):
         assert corpus.load(settings).train.tolist() == [0, 1, 2, 3, 0, 4, 3]
         assert len(hashed) == times * len(FILES)
