@@ -135,11 +135,19 @@ class Checkpoints:
             raise self._failure(error) from error
 
     def close(self) -> None:
-        """Wait, and let go of the folder."""
+        """Wait, and let go of the folder.
+
+        Raises:
+            CheckpointError: if the last save failed.
+        """
         try:
             self.wait()
         finally:
-            self._manager.close()
+            try:
+                self._manager.close()
+            except (OSError, ValueError) as error:
+                # Orbax tells of the same failure again, in words of its own.
+                raise self._failure(error) from error
 
     def _seal(self, step, needed_at):
         try:
@@ -162,9 +170,11 @@ class Checkpoints:
             _delete(self._folder / str(step))
 
     def _failure(self, error):
+        newest = self.latest()
+        safe = "none is complete" if newest is None else f"step {newest} is intact"
         return CheckpointError(
-            f"a checkpoint could not be written to {self._folder}: {error}. Earlier "
-            "checkpoints are intact; mend the cause (a full disk?) and start again."
+            f"a checkpoint could not be written to {self._folder}: {error}. Mend the "
+            f"cause (a full disk?) and start again: {safe}."
         )
 
 

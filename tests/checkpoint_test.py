@@ -1,7 +1,10 @@
+import contextlib
 import errno
 import gc
 import pathlib
+import resource
 import shutil
+import signal
 import threading
 import warnings
 
@@ -397,6 +400,29 @@ def test_a_disk_that_fills_in_the_background_is_noticed_next(folder, monkeypatch
     # Never sealed, so it does not count.
     with pytest.warns(UserWarning, match="11 IS INCOMPLETE"):
         assert_restores(folder, LATE)
+
+
+# What orbax leaves behind when it gives up is its own affair.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("when", ["wait", "close"])
+def test_a_disk_that_is_really_full_is_told_with_what_is_safe(folder, when):
+    checkpoints = Checkpoints(folder, keep=2)
+    large = jnp.asarray(np.random.default_rng(0).standard_normal(2**20), jnp.float32)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        # A limit on a file's size fails as a full disk does, at the same places.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, before[1]))
+        with pytest.raises(CheckpointError, match=f"{folder}.*step {LATE} is intact"):
+            checkpoints.save(11, make_tree(11) | {"large": large}, host_of(11))
+            getattr(checkpoints, when)()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    with contextlib.suppress(CheckpointError):
+        checkpoints.close()
+    gc.collect()
+    assert_restores(folder, LATE)
 
 
 def test_a_step_older_than_the_newest_is_refused_by_its_number(folder):

@@ -589,9 +589,9 @@ class Launched:
                 command, env=environment, stdout=log, stderr=log
             )
 
-    def end(self):
+    def end(self, expected=0):
         code = self.process.wait(timeout=120)
-        assert code == 0, self.log.read_text()[-2000:]
+        assert code == expected, self.log.read_text()[-2000:]
 
     def reach(self, step):
         """Wait until the metrics hold a step."""
@@ -617,7 +617,8 @@ def test_a_run_that_was_stopped_and_then_killed_ends_like_an_undisturbed_one(tmp
     )
     config_file = tmp_path / "config.py"
     config_file.write_text(CONFIG.format(values=configs.to_dict(config)))
-    undisturbed = Launched(config_file, tmp_path / "undisturbed")
+    # Two at once: one finds the folder taken, and changes nothing.
+    pair = [Launched(config_file, tmp_path / "undisturbed") for _ in range(2)]
     stopped = Launched(config_file, tmp_path / "disturbed")
     stopped.reach(100)
     stopped.process.terminate()
@@ -633,7 +634,12 @@ def test_a_run_that_was_stopped_and_then_killed_ends_like_an_undisturbed_one(tmp
     assert killed.process.wait() == -signal.SIGKILL
     assert not (workdir / "summary.json").exists()
     Launched(config_file, workdir).end()
+    pair.sort(key=lambda launched: launched.process.wait(timeout=120))
+    undisturbed, refused = pair
     undisturbed.end()
+    refused.end(expected=2)
+    told = f"is in use: process {undisturbed.process.pid} on host"
+    assert told in refused.log.read_text()
     assert curve(workdir) == curve(undisturbed.workdir)
     summaries = [
         json.loads((folder / "summary.json").read_text())
