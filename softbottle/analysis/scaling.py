@@ -15,6 +15,7 @@ import scipy.optimize
 
 from softbottle.analysis import arrays as arrays_lib
 from softbottle.analysis import drawing, report
+from softbottle.data import vocab
 
 
 class Law(NamedTuple):
@@ -113,7 +114,8 @@ def of_models(
             f"got {np.size(names)} and {np.size(fitted_M)}."
         )
     law = fit(*(np.asarray(one)[fitted_M] for one in data))
-    return section(law, [str(name) for name in names], *data)
+    # Names come out of a file, and go to the terminal.
+    return section(law, [vocab.printable(str(name)) for name in names], *data)
 
 
 def section(

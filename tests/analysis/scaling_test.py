@@ -48,3 +48,11 @@ def test_a_law_needs_two_sizes_and_positive_numbers():
         scaling.fit([1e8, 1e9], [1e11, 1e11], [2.0, -2.0])
     with pytest.raises(ValueError, match="nan"):
         scaling.fit([1e8, 1e9], [1e11, 1e11], [2.0, np.nan])
+
+
+def test_control_characters_of_names_are_shown_and_not_obeyed():
+    sizes = np.array([1e7, 3e7, 1e9, 3e9])
+    losses = np.array([3.0, 2.8, 2.5, 2.4])
+    names = ["\x1b[2J", "b", "c", "d"]
+    section = scaling.of_models(sizes, np.full(4, 1e11), losses, names)
+    assert "\x1b" not in section.reading and r"\x1b[2J" in section.reading
