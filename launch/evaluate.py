@@ -13,7 +13,6 @@ the cache by itself would have been right.
 Prints a table, and one JSON line with the same numbers.
 """
 
-import dataclasses
 import json
 import time
 
@@ -72,10 +71,11 @@ def main() -> None:
     run = state.load_run(WORKDIR.value, DTYPE.value)
     if TEXT.value and (DYNAMIC.value or PATH.value):
         raise app.UsageError("--dynamic and --path go with a split, not with --text")
-    trained_on = None if TEXT.value else _corpus(run)
-    if trained_on is None:
+    trained_on = None
+    if TEXT.value:
         ids = corpus.read(TEXT.value, run.vocab)
     else:
+        trained_on = state.load_corpus(WORKDIR.value, run, SPLIT.value, PATH.value)
         ids = getattr(trained_on, SPLIT.value)
     if TOKENS.value:
         ids = ids[: TOKENS.value + 1]
@@ -106,19 +106,6 @@ def main() -> None:
     print(f"{unknown:.2%} of the words are {UNK}.")
     which = {"text": TEXT.value} if TEXT.value else {"split": SPLIT.value}
     print(json.dumps({**which, "step": run.step, "unknown": unknown, **results}))
-
-
-def _corpus(run):
-    """The corpus of a run, checked to have the run's words."""
-    data = dataclasses.replace(run.config.data, path=PATH.value or run.config.data.path)
-    text = corpus.load(data)
-    if text.vocab.digest != run.vocab.digest:
-        raise ValueError(
-            f"the corpus in {data.path!r} has {len(text.vocab):,} words that are not "
-            f"the {len(run.vocab):,} the model knows; --text scores any text."
-        )
-    state.check_text(WORKDIR.value, SPLIT.value, corpus.digest(text))
-    return text
 
 
 def _ways(run, text, ids):

@@ -31,7 +31,11 @@ PART_BYTES = 15 * 2**20
 _INDEX, _VOCAB, _PART = "index.json", "vocab.txt", "weights-{:03d}.bin"
 _INDEX_BYTES = 2**24  # more than any model's shapes and parts need
 _ENTRIES = {"step": int, "shapes": list, "parts": dict, "config": dict}
-_YOUNGER = {"bytes": dict, "vocab": str}  # files of the first version have neither
+_YOUNGER = {
+    "bytes": dict,
+    "vocab": str,
+    "text": dict,
+}  # files of the first version have none
 _ENTRIES |= _YOUNGER
 
 
@@ -56,6 +60,7 @@ def write(workdir: pathlib.Path | str, folder: pathlib.Path | str) -> int:
         "parts": parts,
         "bytes": sizes,
         "vocab": run.vocab.digest,
+        "text": state.text_digest(workdir),
         "config": config_lib.to_dict(run.config),
     }
     files.replace(folder / _INDEX, json.dumps(index))
@@ -89,7 +94,7 @@ def read(folder: pathlib.Path | str, workdir: pathlib.Path | str) -> None:
         best = checkpoint.Checkpoints(partial / "best", keep=1)
         best.save(index["step"], params, {"step": index["step"]})
         best.close()
-        state.write_run(partial, config, vocab)
+        state.write_run(partial, config, vocab, index.get("text"))
         partial.rename(workdir)
     finally:
         shutil.rmtree(partial, ignore_errors=True)

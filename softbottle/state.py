@@ -7,6 +7,7 @@ Beside its checkpoints a run's folder holds
     corpus.json   sha256 of the vocabulary and of the ids of each split
 """
 
+import dataclasses
 import json
 import pathlib
 import warnings
@@ -20,7 +21,7 @@ from jax.sharding import Mesh
 from softbottle import checkpoint, files, model, sharding
 from softbottle import config as config_lib
 from softbottle.data import corpus as corpus_lib
-from softbottle.data.vocab import Vocab
+from softbottle.data.vocab import Corpus, Vocab
 
 
 @flax.struct.dataclass
@@ -74,26 +75,6 @@ def write_run(
     files.replace(path, json.dumps(config_lib.to_dict(config), indent=2))
 
 
-def check_text(
-    workdir: pathlib.Path | str, split: str, text: Mapping[str, str]
-) -> None:
-    """Raise ValueError if a run was not trained beside this text of a split.
-
-    Args:
-        workdir: the run's folder; one that was written before runs kept hashes of
-            their text passes.
-        split: which text is used.
-        text: as `corpus.digest` gives it.
-    """
-    stored = _stored_digest(pathlib.Path(workdir))
-    if stored.get(split, text[split]) != text[split]:
-        raise ValueError(
-            f"the {split} text is not the one that the run in {workdir} has: the "
-            f"sha256 of its ids is {text[split][:12]}, the run's {stored[split][:12]}. "
-            "--text scores any text."
-        )
-
-
 def load_run(
     workdir: pathlib.Path | str,
     compute_dtype: str | None = None,
@@ -125,6 +106,38 @@ def load_run(
     return Run(config, vocab, functions, params, host["step"])
 
 
+def load_corpus(
+    workdir: pathlib.Path | str, run: Run, split: str, path: str | None = None
+) -> Corpus:
+    """The corpus of a run, checked to have the run's words and its text of a split.
+
+    Args:
+        workdir: the run's folder; of one that was written before runs kept hashes of
+            their text, only the words are compared.
+        run: what `load_run` gave of it.
+        split: which text is to be used.
+        path: where the corpus is, if not where it was in training.
+
+    Raises:
+        ValueError: if words or text are others, naming the files.
+    """
+    data = dataclasses.replace(run.config.data, path=path or run.config.data.path)
+    corpus = corpus_lib.load(data)
+    digest, stored = corpus_lib.digest(corpus), text_digest(pathlib.Path(workdir))
+    if digest["vocab"] != run.vocab.digest:
+        raise ValueError(
+            f"the corpus in {data.path!r} has {len(corpus.vocab):,} words that are not "
+            f"the {len(run.vocab):,} of the run in {workdir}."
+        )
+    if stored.get(split, digest[split]) != digest[split]:
+        named = ", ".join(map(str, corpus_lib.files(data).get(split, [data.name])))
+        raise ValueError(
+            f"the {split} text is not the one that the run in {workdir} has: {named} "
+            "changed since it was trained."
+        )
+    return corpus
+
+
 def check_same_model(run: Run, config: config_lib.Config, vocab: Vocab) -> None:
     """Raise unless a run's parameters mean the same under another config.
 
@@ -152,7 +165,7 @@ def check_same_model(run: Run, config: config_lib.Config, vocab: Vocab) -> None:
 def _stored_vocab(workdir, lowercase):
     """The words of a run, checked to be those that it was trained with."""
     vocab = Vocab.load(workdir / "vocab.txt", lowercase)
-    if _stored_digest(workdir).get("vocab", vocab.digest) != vocab.digest:
+    if text_digest(workdir).get("vocab", vocab.digest) != vocab.digest:
         raise ValueError(
             f"{workdir / 'vocab.txt'} is damaged: it is not the vocabulary that the "
             "run was trained with. Started again, launch/train.py writes it anew."
@@ -160,8 +173,12 @@ def _stored_vocab(workdir, lowercase):
     return vocab
 
 
-def _stored_digest(workdir):
-    """What corpus.json holds; nothing in a folder that was written before it was."""
+def text_digest(workdir: pathlib.Path) -> dict[str, str]:
+    """The hashes of a run's words and text; none if it was written before they were.
+
+    Raises:
+        ValueError: if they are damaged.
+    """
     path = workdir / "corpus.json"
     return _json(path) if path.exists() else {}
 
@@ -178,7 +195,7 @@ def _json(path):
 
 def _check_corpus(workdir, config, vocab, digest):
     """Raise unless words and text are the run's; a damaged vocab.txt may be mended."""
-    stored = _stored_digest(workdir)
+    stored = text_digest(workdir)
     try:
         found = Vocab.load(workdir / "vocab.txt").digest
     except (OSError, ValueError):

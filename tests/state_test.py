@@ -9,6 +9,7 @@ import pytest
 
 from softbottle import config as configs
 from softbottle import state
+from softbottle.data import corpus
 from softbottle.data.vocab import Vocab
 from tests import tiny
 
@@ -109,18 +110,39 @@ def test_another_text_is_an_error_that_names_the_splits(tmp_path):
     changed = TEXT | {"valid": "b", "test": "c"}
     with pytest.raises(ValueError, match=r"valid, test changed \(synthetic\)"):
         state.write_run(tmp_path, config, VOCAB, changed)
-    state.check_text(tmp_path, "train", changed)
-    with pytest.raises(ValueError, match=f"valid text is not .* run in {tmp_path}"):
-        state.check_text(tmp_path, "valid", changed)
 
 
 def test_a_run_of_a_version_without_hashes_takes_those_of_its_text(tmp_path):
     write(tmp_path)
     (tmp_path / "corpus.json").unlink()
-    state.check_text(tmp_path, "test", TEXT)
     state.write_run(tmp_path, tiny.make_config(), VOCAB, TEXT)
     stored = json.loads((tmp_path / "corpus.json").read_text())
     assert stored == TEXT | {"vocab": VOCAB.digest}
+
+
+def make_text_run(folder, test):
+    for name, text in {"train": "b c d e\n", "valid": "c d\n", "test": test}.items():
+        (folder / f"{name}.txt").write_text(text * 9)
+    return tiny.make_run(
+        tiny.make_config(
+            data__name="text", data__path=str(folder), data__cache=str(folder / "c")
+        ),
+        Vocab(("b", "c", "d", "e", "<eos>")),
+    )
+
+
+def test_the_corpus_of_a_run_has_its_words_and_its_text(tmp_path):
+    run = make_text_run(tmp_path, test="b d\n")
+    text = corpus.digest(corpus.load(run.config.data))
+    state.write_run(tmp_path / "run", run.config, run.vocab, text)
+    assert state.load_corpus(tmp_path / "run", run, "test").vocab == run.vocab
+    changed = make_text_run(tmp_path, test="d b\n")
+    state.load_corpus(tmp_path / "run", changed, "valid")
+    with pytest.raises(ValueError, match=r"the test text is not .*test\.txt changed"):
+        state.load_corpus(tmp_path / "run", changed, "test")
+    (tmp_path / "train.txt").write_text("c b d e\n")
+    with pytest.raises(ValueError, match="has 5 words that are not the 5"):
+        state.load_corpus(tmp_path / "run", changed, "valid")
 
 
 def test_no_file_of_a_run_is_written_again_when_it_is_equal(tmp_path):

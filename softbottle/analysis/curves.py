@@ -3,8 +3,6 @@
 import pathlib
 from typing import Any
 
-import matplotlib.figure
-
 from softbottle import metrics
 from softbottle.analysis import drawing, report
 
@@ -14,7 +12,7 @@ def validations(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [line for line in lines if line.get("valid_perplexity") is not None]
 
 
-def draw(lines: list[dict[str, Any]], title: str) -> matplotlib.figure.Figure:
+def draw(lines: list[dict[str, Any]], title: str) -> drawing.Figure:
     """Validation perplexity by epoch; where weights are averaged it is theirs.
 
     Args:
@@ -53,7 +51,7 @@ def draw(lines: list[dict[str, Any]], title: str) -> matplotlib.figure.Figure:
     return figure
 
 
-def compare(found: dict[str, list[dict[str, Any]]]) -> matplotlib.figure.Figure:
+def compare(found: dict[str, list[dict[str, Any]]]) -> drawing.Figure:
     """Validation perplexity of several runs against the tokens they have seen.
 
     Args:
@@ -102,4 +100,4 @@ def section(found: dict[str, list[dict[str, Any]]]) -> report.Section:
 
 def write(workdir: pathlib.Path, title: str) -> None:
     """Draw a run's curve into its folder."""
-    draw(metrics.read(workdir), title).savefig(workdir / "valid.png", dpi=150)
+    draw(metrics.read(workdir), title).save(workdir / "valid.png")

@@ -4,11 +4,16 @@ Runs, texts and models are called whatever their users like. Matplotlib takes wh
 stands between two `$` for a formula, and fails if it is none.
 """
 
+import io
+import pathlib
+
 import matplotlib.artist
 import matplotlib.axis
 import matplotlib.backend_bases
 import matplotlib.figure
 import matplotlib.text
+
+from softbottle import files
 
 
 class Figure(matplotlib.figure.Figure):
@@ -19,6 +24,16 @@ class Figure(matplotlib.figure.Figure):
         for text in set(self.findobj(matplotlib.text.Text)) - _tick_labels(self):
             text.set_parse_math(False)
         super().draw(renderer)
+
+    def png(self) -> bytes:
+        """The figure as a picture."""
+        buffer = io.BytesIO()
+        self.savefig(buffer, format="png", dpi=150)
+        return buffer.getvalue()
+
+    def save(self, path: pathlib.Path) -> None:
+        """Write the picture, all of it or nothing."""
+        files.replace(path, self.png())
 
 
 def _tick_labels(figure: matplotlib.figure.Figure) -> set[matplotlib.artist.Artist]:

@@ -24,9 +24,8 @@ from softbottle.analysis import (
 from softbottle.analysis import arrays as arrays_lib
 from softbottle.analysis.asked import USUAL, Asked
 from softbottle.analysis.report import Section
-from softbottle.data import corpus as corpus_lib
 from softbottle.data.vocab import Corpus
-from softbottle.state import Run, load_run
+from softbottle.state import Run, load_corpus, load_run
 
 _DIMENSIONS = 512  # of the text's next-word matrix, at most
 
@@ -136,9 +135,7 @@ def _array_sections(name, arrays, instruments, asked):
 
 def _subject(workdir, split, positions):
     run = load_run(workdir, "float32")
-    corpus = corpus_lib.load(run.config.data)
-    if corpus.vocab.digest != run.vocab.digest:
-        raise ValueError(f"the corpus of {workdir} is not the one it was trained on.")
+    corpus = load_corpus(workdir, run, split)
     return Subject(
         pathlib.Path(workdir), run, corpus, getattr(corpus, split)[: positions + 1]
     )

@@ -7,7 +7,6 @@ sections out; it knows nothing of what they measure.
 
 import base64
 import html
-import io
 import json
 import math
 import pathlib
@@ -15,8 +14,10 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import matplotlib.figure
 import numpy as np
+
+from softbottle import files
+from softbottle.analysis import drawing
 
 # Letters of 10 points are then 7.5 pixels high at least: on a phone a wide figure is
 # moved sideways under the finger rather than made too small to read.
@@ -33,7 +34,7 @@ class Figure(NamedTuple):
     """
 
     name: str
-    figure: matplotlib.figure.Figure
+    figure: drawing.Figure
     reading: str
 
 
@@ -68,9 +69,9 @@ def write(folder: pathlib.Path | str, title: str, sections: Sequence[Section]) -
     folder.mkdir(parents=True, exist_ok=True)
     body = "".join(_section(folder, section) for section in sections)
     title = html.escape(title)
-    (folder / "report.html").write_text(_PAGE.format(title=title, body=body))
+    files.replace(folder / "report.html", _PAGE.format(title=title, body=body))
     numbers = {section.title: plain(section.numbers) for section in sections}
-    (folder / "report.json").write_text(json.dumps(numbers, indent=2))
+    files.replace(folder / "report.json", json.dumps(numbers, indent=2))
 
 
 def plain(value: Any) -> Any:
@@ -101,10 +102,9 @@ def _figure(folder, figure):
         raise ValueError(
             f"a figure's name is letters, digits and dashes: {figure.name}"
         )
-    buffer = io.BytesIO()
-    figure.figure.savefig(buffer, format="png", dpi=150)
-    (folder / f"{figure.name}.png").write_bytes(buffer.getvalue())
-    data = base64.b64encode(buffer.getvalue()).decode()
+    picture = figure.figure.png()
+    files.replace(folder / f"{figure.name}.png", picture)
+    data = base64.b64encode(picture).decode()
     reading = html.escape(figure.reading)
     least = _REM_PER_INCH * figure.figure.get_figwidth()
     return (

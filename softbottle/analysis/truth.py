@@ -40,7 +40,7 @@ def summarise(run: Run, corpus: Corpus, workdir: pathlib.Path) -> dict[str, Any]
         "true_rank": true.rank,
     }
     figure = _draw(metrics.read(workdir), truth.entropy, learned, true, summary)
-    figure.savefig(workdir / "quickstart.png", dpi=150)
+    figure.save(workdir / "quickstart.png")
     return summary
 
 

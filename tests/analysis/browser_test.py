@@ -5,11 +5,10 @@ import os
 import shutil
 import subprocess
 
-import matplotlib.figure
 import numpy as np
 import pytest
 
-from softbottle.analysis import report
+from softbottle.analysis import drawing, report
 
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))),
@@ -107,7 +106,7 @@ def page(tmp_path_factory):
     for part in range(2):
         figures = []
         for width in (7, 11):
-            figure = matplotlib.figure.Figure(figsize=(width, 4))
+            figure = drawing.Figure(figsize=(width, 4))
             figure.subplots().plot([1, 2, 3])
             reading = "It rises everywhere. " * 6
             figures.append(report.Figure(f"curve-{part}-{width}", figure, reading))

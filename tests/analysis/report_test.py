@@ -3,15 +3,14 @@
 import json
 import math
 
-import matplotlib.figure
 import numpy as np
 import pytest
 
-from softbottle.analysis import report
+from softbottle.analysis import drawing, report
 
 
 def make_section(name="a-curve", numbers=None):
-    figure = matplotlib.figure.Figure()
+    figure = drawing.Figure()
     figure.subplots().plot([1, 2, 3])
     reading = "It rises <always> & everywhere."
     numbers = {"slope": 1.5} if numbers is None else numbers
