@@ -77,7 +77,8 @@ def from_hf(name: pathlib.Path | str, reading: Reading) -> Capture:
     folder = pathlib.Path(name)
     if folder.is_dir() and not (folder / "config.json").exists():
         raise ValueError(f"{name} holds no model: there is no config.json in it.")
-    where = {"pretrained_model_name_or_path": str(name)}
+    # A model that brings code of its own is refused, not asked about.
+    where = {"pretrained_model_name_or_path": str(name), "trust_remote_code": False}
     where["local_files_only"] = folder.is_dir()
     model = transformers.AutoModelForCausalLM.from_pretrained(
         **where, attn_implementation="eager", use_safetensors=True
