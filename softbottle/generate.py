@@ -158,7 +158,8 @@ def _drawer(model, temperature, top_k, top_p, cache):
         log_p_BV = head.log_probs(*output, *states, **options)
         log_p_BV = log_p_BV.reshape(len(hidden_BD), -1) / temperature
         cut = functools.partial(truncated, top_k=top_k, top_p=top_p)
-        return jax.random.categorical(key, jax.vmap(cut)(log_p_BV))
+        # The range of the default's noise is too small for words below 1e-7.
+        return jax.random.categorical(key, jax.vmap(cut)(log_p_BV), mode="high")
 
     return draw
 

@@ -82,6 +82,18 @@ def test_sharpened_and_truncated_words_are_drawn_from_what_is_kept(bigram):
     assert deviation(words, kept_VV / kept_VV.sum(axis=1, keepdims=True)) < 4
 
 
+def test_sharpened_words_are_drawn_with_noise_of_a_high_range(bigram):
+    def words():
+        return list(generate(bigram, [2], 40, temperature=0.7, seed=3))
+
+    usual = words()
+    jax.config.update("jax_high_dynamic_range_gumbel", True)
+    try:
+        assert words() == usual
+    finally:
+        jax.config.update("jax_high_dynamic_range_gumbel", False)
+
+
 def test_the_same_seed_gives_the_same_text_and_another_another(bigram):
     one, again, other = (
         list(generate(bigram, [4, 1], 20, seed=seed)) for seed in (5, 5, 6)

@@ -8,7 +8,9 @@ component: k is drawn from the prior and the word by
 
     argmax_v( g(z_kv) + noise_v ),    noise_v ~ Gumbel,
 
-which is exact, needs no normaliser and costs what a plain softmax does.
+which is exact, needs no normaliser and costs what a plain softmax does. Noise and
+priors are float32 or better, and the noise has the range that jax calls "high": 32
+nats. By default it ends at 15.9, and of the words below 1e-7 too few would be drawn.
 
 In decoding tokens are few and the table is large, so it is streamed: it is read once
 for thousands of rows of contexts, in blocks of words, and neither copied nor padded. A
@@ -95,9 +97,11 @@ def top_k(
 def sample(log_prior_TK, context_TKE, table_VE, bias_V, activation, options, key):
     """One word a token, drawn exactly from the mixture: ids [T]."""
     prior_key, word_key = jax.random.split(key)
-    component_T = jax.random.categorical(prior_key, log_prior_TK)
+    log_prior_TK = log_prior_TK.astype(sum_dtype(log_prior_TK))
+    component_T = jax.random.categorical(prior_key, log_prior_TK, mode="high")
     context_T1E = jnp.take_along_axis(context_TKE, component_T[:, None, None], axis=1)
-    chunks, size = _blocks(context_T1E, table_VE, options, UNIT)
+    # A score's noise is made of two random numbers.
+    chunks, size = _blocks(context_T1E, table_VE, options, UNIT, arrays=3)
     # Other generators draw for a batch of keys what depends on the whole batch.
     word_key = jax.random.wrap_key_data(
         jax.random.bits(word_key, (2,), jnp.uint32), impl="threefry2x32"
@@ -130,8 +134,8 @@ def _best(log_p_CW, k):
     by_unit_CNU = _units(log_p_CW)
     values_CNk, at_CNk = jax.lax.top_k(by_unit_CNU, k)
     at_CNk += UNIT * jnp.arange(by_unit_CNU.shape[1], dtype=at_CNk.dtype)[None, :, None]
-    tokens = log_p_CW.shape[0]
-    return _best_of(values_CNk.reshape(tokens, -1), at_CNk.reshape(tokens, -1), k)
+    together = (len(log_p_CW), by_unit_CNU.shape[1] * k)
+    return _best_of(values_CNk.reshape(together), at_CNk.reshape(together), k)
 
 
 def _best_of(values_CJ, ids_CJ, k):
@@ -143,9 +147,10 @@ def _best_of(values_CJ, ids_CJ, k):
 def _units(array_CW):
     """Words by unit, [C, N, U], the last filled up with -inf."""
     tokens, words = array_CW.shape
-    beyond = ((0, 0), (0, -words % UNIT))
+    units = -(-words // UNIT)
+    beyond = ((0, 0), (0, units * UNIT - words))
     filled_CW = jnp.pad(array_CW, beyond, constant_values=-jnp.inf)
-    return filled_CW.reshape(tokens, -1, UNIT)
+    return filled_CW.reshape(tokens, units, UNIT)
 
 
 def _winner(g_CW, key_C, start):
@@ -153,7 +158,8 @@ def _winner(g_CW, key_C, start):
     g_CNU = _units(g_CW)
 
     def draw(key, unit):
-        return jax.random.gumbel(jax.random.fold_in(key, unit), (UNIT,), g_CW.dtype)
+        key = jax.random.fold_in(key, unit)
+        return jax.random.gumbel(key, (UNIT,), g_CW.dtype, mode="high")
 
     over_units = jax.vmap(draw, (None, 0))
     unit_N = start // UNIT + jnp.arange(g_CNU.shape[1])
@@ -177,11 +183,14 @@ def _scores(context_CKE, words: Words, activation: Activation, options):
     return jnp.where(words.live_W[None, None], g_CKW, -jnp.inf)
 
 
-def _blocks(context_TKE, table_VE, options, least):
-    """How many chunks of tokens there are, and words of a block (at least `least`)."""
+def _blocks(context_TKE, table_VE, options, least, arrays=1):
+    """How many chunks of tokens there are, and words of a block (at least `least`).
+
+    `arrays` of a block's size are held at once.
+    """
     (tokens, components, _), rows = context_TKE.shape, table_VE.shape[0]
     itemsize = sum_dtype(context_TKE, table_VE).itemsize
-    cells = options.block_bytes // (components * itemsize)
+    cells = options.block_bytes // (arrays * components * itemsize)
     if tokens * rows <= cells:
         return 1, rows
     least = min(rows, -(-least // UNIT) * UNIT)

@@ -134,6 +134,55 @@ def test_words_are_drawn_as_often_as_they_are_probable(budget):
     assert abs(excess) < 4 * np.sqrt(2 * free)
 
 
+def test_rare_words_are_drawn_as_often_as_they_are_due(optimised):
+    """Float32 noise must reach the 17 nats that a word of 3e-8 is behind.
+
+    The noise of `jax.random.gumbel` ends at 15.9 unless it is asked for more. With that
+    none of the 9.5 rare words that are due is drawn, although 2.4% of all draws should be.
+    """
+    draws, common, rare, p_rare = 400, 16, 793_455, 3e-8
+    share = rare * p_rare
+    bias_V = np.full(common + rare, np.log(p_rare))
+    bias_V[:common] = np.log((1 - share) / common)
+    zeros = ((draws, 1), (draws, 1, 1), (common + rare, 1))
+    mixture = (*map(np.zeros, zeros), bias_V)
+    options = {"mixture": mixture, "vocab": None, "activation": SOFTMAX}
+    words_T = np.asarray(run(ops.sample, None, jax.random.key(1), **options))
+    due = draws * share
+    assert abs(np.sum(words_T >= common) - due) < 2.5 * np.sqrt(due)
+
+
+def test_the_range_of_the_noise_is_not_left_to_a_setting_of_jax():
+    def draw():
+        return np.asarray(run(ops.sample, BUDGETS[-1], jax.random.key(2)))
+
+    words_T = draw()
+    jax.config.update("jax_high_dynamic_range_gumbel", True)
+    try:
+        np.testing.assert_array_equal(draw(), words_T)
+    finally:
+        jax.config.update("jax_high_dynamic_range_gumbel", False)
+
+
+def test_components_are_drawn_in_float32_whatever_the_prior_is(mixed_dtypes):
+    # One of 2,001 components has half of the prior. Noise in bfloat16 ends at 4.9 nats:
+    # the others, 7.6 nats behind, would hardly be drawn.
+    components, draws = 2_001, 4_000
+    prior_K = np.full(components, 0.5 / (components - 1))
+    prior_K[-1] = 0.5
+    log_prior_TK = np.repeat(np.log(prior_K)[None], draws, axis=0)
+    context_TKE = np.zeros((draws, components, 1))
+    context_TKE[:, -1] = 50.0
+    table_VE, bias_V = np.array([[0.0], [1.0]]), np.array([5.0, 0.0])
+    mixture = oracle.cast((log_prior_TK, context_TKE, table_VE, bias_V), jnp.bfloat16)
+    words_T = jax.jit(ops.sample)(*mixture, jax.random.key(1))
+    p_K = np.exp(np.asarray(mixture[0][0], np.float64))
+    # Component 2,000 gives word 1, the others word 0 but for exp(-5).
+    p = p_K[-1] / p_K.sum() + (1 - p_K[-1] / p_K.sum()) * oracle.sigmoid(-5.0)
+    deviation = np.sqrt(draws * p * (1 - p))
+    assert abs(np.sum(words_T) - draws * p) < 4 * deviation
+
+
 def test_no_word_beyond_the_vocabulary_is_drawn():
     log_prior_TK, context_TKE, table_VE, bias_V = MIXTURE
     bias_V = np.where(np.arange(ROWS) < UNIT + 2, bias_V, 50.0)
