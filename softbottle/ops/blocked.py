@@ -162,10 +162,8 @@ def _loss_forward(apply, options, theta, context_TKE, table_VE, bias_V, *tokens)
 
 
 def _loss_backward(apply, options, saved, loss_bar):
-    del apply, options
-    scaled = jax.tree.map(lambda bar: (loss_bar * bar).astype(bar.dtype), saved)
-    bars, prior_bar_TK, weights_bar_T = scaled
-    return (*bars, prior_bar_TK, None, weights_bar_T)
+    del apply
+    return parts.loss_backward(saved, loss_bar, options)
 
 
 _loss.defvjp(_loss_forward, _loss_backward)

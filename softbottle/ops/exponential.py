@@ -131,10 +131,8 @@ def _loss_forward(route, activation, options, context_TKE, table_VE, bias_V, *to
 
 
 def _loss_backward(route, activation, options, saved, loss_bar):
-    del route, activation, options
-    scaled = jax.tree.map(lambda bar: (loss_bar * bar).astype(bar.dtype), saved)
-    bars, prior_bar_TK, weights_bar_T = scaled
-    return (*bars, prior_bar_TK, None, weights_bar_T)
+    del route, activation
+    return parts.loss_backward(saved, loss_bar, options)
 
 
 _loss.defvjp(_loss_forward, _loss_backward)

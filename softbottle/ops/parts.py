@@ -38,6 +38,23 @@ def logits(
     return z_CKV + bias_V.astype(z_CKV.dtype)[None, None]
 
 
+def word_ids(**named_ids: jax.Array) -> jax.Array:
+    """Word ids as int32; one that int32 cannot hold becomes -1, which is no word.
+
+    Raises:
+        ValueError: if they are not integers; by the keyword that names them.
+    """
+    ((name, ids),) = named_ids.items()
+    if not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise ValueError(f"{name} must be integers, got {ids.dtype}.")
+    if ids.dtype == jnp.int32:
+        return ids
+    narrow = jnp.asarray(ids.astype(jnp.int32))
+    if ids.dtype.itemsize < 4:
+        return narrow
+    return jnp.where((ids >= 0) & (ids <= jnp.iinfo(jnp.int32).max), narrow, -1)
+
+
 def first_row(rows: int, options: Options) -> jax.Array | int:
     """The id of this shard's first table row."""
     if options.vocab_axis is None:
@@ -48,7 +65,7 @@ def first_row(rows: int, options: Options) -> jax.Array | int:
 def live_rows(rows: int, options: Options) -> jax.Array:
     """Which of the local table rows are words, [V]."""
     ids_V = jnp.arange(rows) + first_row(rows, options)
-    return ids_V < _vocab(rows, options)
+    return ids_V < vocabulary(rows, options)
 
 
 def over_shards(lse_TK: jax.Array, options: Options) -> jax.Array:
@@ -134,6 +151,29 @@ def weighted(weights_T: jax.Array, nll_T: jax.Array) -> jax.Array:
     return jnp.sum(jnp.where(weights_T != 0, weights_T * nll_T, 0.0))
 
 
+def loss_backward(saved: Any, loss_bar: jax.Array, options: Options) -> tuple:
+    """The gradients that a loss computed in forward, times its cotangent.
+
+    Args:
+        saved: (those of all that meets the table, that of log_prior, that of weights).
+        loss_bar: the cotangent of the loss.
+        options: those of the loss.
+
+    Returns:
+        Gradients in the order of the inputs: the table's, then log_prior, labels and
+        weights; None for the labels.
+    """
+    bars, prior_bar_TK, weights_bar_T = saved
+    # What a shard adds to the normaliser reaches the loss of every shard; the prior and
+    # the weights only enter that of their own.
+    summed_bar = _over_unchecked_shards(loss_bar, options)
+    bars = jax.tree.map(lambda bar: (summed_bar * bar).astype(bar.dtype), bars)
+    tokens = jax.tree.map(
+        lambda bar: (loss_bar * bar).astype(bar.dtype), (prior_bar_TK, weights_bar_T)
+    )
+    return *bars, tokens[0], None, tokens[1]
+
+
 def over_chunks(function: Callable, carry: Any, tokens: Any, chunks: int):
     """Scan `function(carry, tokens) -> (carry, by_token)` over equal chunks of tokens.
 
@@ -172,11 +212,12 @@ def _from_owner(array_TK, owned_T, labels_T, rows, options):
     array_TK = jnp.where(owned_T[:, None], array_TK, 0.0)
     if options.vocab_axis is not None:
         array_TK = jax.lax.psum(array_TK, options.vocab_axis)
-    word_T = (labels_T >= 0) & (labels_T < _vocab(rows, options))
+    word_T = (labels_T >= 0) & (labels_T < vocabulary(rows, options))
     return jnp.where(word_T[:, None], array_TK, jnp.nan)
 
 
-def _vocab(rows, options):
+def vocabulary(rows: int, options: Options) -> int:
+    """How many words there are, on all shards together."""
     if options.vocab is not None:
         return options.vocab
     if options.vocab_axis is None:
@@ -203,6 +244,20 @@ def vary_over(axes, *trees):
         return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
 
     return jax.tree.map(vary, trees)
+
+
+def _over_unchecked_shards(loss_bar, options):
+    """A loss's cotangent as the transpose of the sum over shards hands it on.
+
+    `shard_map` transposes a psum to the identity, because it knows that the cotangent
+    is the same on all shards. With check_vma=False it does not, and takes a psum; what
+    a `custom_vjp` computes instead of jax has to follow. An index along the axis is
+    what certainly varies, if anything is known to.
+    """
+    axis = options.vocab_axis
+    if axis is None or axis in _varying(jax.lax.axis_index(axis)):
+        return loss_bar
+    return jax.lax.psum(loss_bar, axis)
 
 
 def _varying(leaf):

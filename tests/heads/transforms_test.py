@@ -68,6 +68,64 @@ def test_a_split_over_data_and_vocabulary_equals_the_oracle(name, what, layout):
     oracle.assert_close(bars, exact_bars, "float32")
 
 
+@pytest.mark.parametrize(
+    "name, what, layout",
+    [
+        ("softmax", "loss", (1, 8)),
+        ("moss", "loss", (2, 4)),
+        ("plif_mixed", "loss", (4, 2)),
+        ("moss", "nll", (2, 4)),
+    ],
+)
+def test_a_split_that_jax_does_not_check_equals_the_oracle(name, what, layout):
+    mesh = jax.make_mesh(layout, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    head, inputs = CASES[name].head, make_problem(name)
+    options = {"vocab": WORDS, "vocab_axis": "model", "budget_bytes": 1_000}
+    specs = (P(), P("model"), P("model"), P("data"), P("data"), P("data"))
+
+    def local(*args):
+        return jax.lax.psum(total(head, what, args, options), "data")
+
+    split = jax.shard_map(
+        local, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False
+    )
+    step = jax.jit(jax.value_and_grad(split, argnums=(0, 1, 2, 3, 5)))
+    value, bars = step(*oracle.cast(inputs, jnp.float32))
+    exact, exact_bars = exact_step(name, inputs)
+    nll_T = oracle.nll(
+        name,
+        inputs._replace(table_VE=inputs.table_VE[:WORDS], bias_V=inputs.bias_V[:WORDS]),
+    )
+    if what == "loss":
+        nll_T = np.where(inputs.weights_T != 0, nll_T, 0.0)
+    oracle.assert_close(value, exact, "float32")
+    oracle.assert_close(bars, (*exact_bars, nll_T), "float32")
+
+
+@pytest.mark.parametrize("name", ["moss", "plif_mixed"])
+def test_an_unchecked_gradient_inside_a_split_is_that_of_the_dense_form(name):
+    """jax sums cotangents there that it takes for different: so does the loss."""
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    inputs = oracle.cast(make_problem(name), jnp.float32)
+    specs = (P(), P("model"), P("model"), P("data"), P("data"), P("data"))
+
+    def gradients(implementation):
+        options = {"vocab": WORDS, "vocab_axis": "model"}
+        loss = functools.partial(
+            CASES[name].head.loss, implementation=implementation, **options
+        )
+        step = jax.shard_map(
+            jax.grad(loss, argnums=(1, 2, 3, 5)),
+            mesh=mesh,
+            in_specs=specs,
+            out_specs=(P("model"), P("model"), P("data"), P("data")),
+            check_vma=False,
+        )
+        return jax.jit(step)(*inputs)
+
+    oracle.assert_close(gradients("blocked"), gradients("reference"), "float32")
+
+
 def test_split_log_probs_are_those_of_the_local_words():
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     inputs = make_problem("mos")
