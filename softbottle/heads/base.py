@@ -18,6 +18,7 @@ import numpy as np
 
 from softbottle import ops
 from softbottle.ops.activations import SOFTMAX, Activation
+from softbottle.ops.options import check_range
 
 
 class Mixture(NamedTuple):
@@ -32,7 +33,8 @@ class Head(NamedTuple):
 
     Every call after `init`, `mix` and `activation` takes `(params, table_VE, bias_V,
     hidden_TD, ...)`, a keyword `latent_mask` that broadcasts to the contexts [T, K, E],
-    and the options of ops/options.py.
+    and the options of ops/options.py. Labels are integers of any kind; floating arrays
+    are bfloat16, float32 or float64.
     """
 
     init: Callable[..., Any]
@@ -64,6 +66,7 @@ def mixture_head(
                 f"hidden_TD must be [tokens, width], got the shape {hidden_TD.shape}; "
                 "flatten rows and positions first."
             )
+        check_range(params=params, hidden_TD=hidden_TD)
         return *mix(params, hidden_TD, latent_mask), activation(params)
 
     def loss(
@@ -77,7 +80,12 @@ def mixture_head(
         latent_mask=None,
         **options,
     ):
-        """sum_t weight[t] nll[t]; the gradient is computed in forward."""
+        """sum_t weight[t] nll[t]; the gradient is computed in forward.
+
+        A token of weight 0 may hold anything, even NaN, and therefore adds nothing to
+        any gradient. That by its own weight is 0 as well; by another weight it is
+        nll[t].
+        """
         if weights_T.shape != hidden_TD.shape[:1]:
             raise ValueError(
                 f"weights_T must have a weight for each of the {hidden_TD.shape[0]} "

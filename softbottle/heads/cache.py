@@ -18,11 +18,16 @@ import jax.numpy as jnp
 
 from softbottle import ops
 from softbottle.heads import base
-from softbottle.ops import cache, ranking
+from softbottle.ops import cache, parts, ranking
+from softbottle.ops.options import Options, check_range
 
 
 class Memory(NamedTuple):
-    """States, the words that they stand for, and which of them a position sees."""
+    """States, the words that they stand for, and which of them a position sees.
+
+    A word that is no word of the vocabulary makes what a cached head says of the
+    positions that see it NaN, and what it draws -1; elsewhere it may be anything.
+    """
 
     states_BMD: jax.Array
     words_BM: jax.Array
@@ -36,8 +41,9 @@ class Cached(NamedTuple):
     `latent_mask` as the head's own calls do, and the options of ops/options.py.
 
     Attributes:
-        loss: (..., labels_BS, weights_BS, memory) -> the weighted sum of nll. What has
-            no weight may hold anything.
+        loss: (..., labels_BS, weights_BS, memory) -> the weighted sum of nll. A
+            position without weight may hold any state and label, but what the memory
+            shows to others has to be a word. The gradient by a weight of 0 is 0.
         nll: (..., labels_BS, memory) -> nll_BS; takes any cotangent.
         log_probs: (..., memory) -> log P(v) of every word, [B, S, V].
         sample: (..., memory, key) -> one word a position, drawn exactly, [B, S].
@@ -54,15 +60,17 @@ def history(
 ) -> Memory:
     """The strict past of each position in its own segment; segment 0 is padding.
 
+    A state that is not finite is not remembered: only what is predicted from it is NaN,
+    so that a position without weight may hold anything.
+
     Args:
         hidden_BSD: the states; padding may hold anything.
         words_BS: the word that follows each, a row's labels.
         segments_BS: which text of the row a position belongs to.
     """
-    real_BS1 = (segments_BS > 0)[:, :, None]
-    return Memory(
-        jnp.where(real_BS1, hidden_BSD, 0.0), words_BS, cache.past(segments_BS)
-    )
+    held_BS = (segments_BS > 0) & jnp.all(jnp.isfinite(hidden_BSD), axis=-1)
+    states_BSD = jnp.where(held_BS[:, :, None], hidden_BSD, 0.0)
+    return Memory(states_BSD, words_BS, cache.past(segments_BS) & held_BS[:, None])
 
 
 def given(
@@ -104,6 +112,7 @@ def cached(head: base.Head) -> Cached:
         latent_mask=None,
         **options,
     ):
+        _check_range(params, hidden_BSD, memory)
         log_prior_TK, context_TKE = head.mix(params, _flat(hidden_BSD), latent_mask)
         score_TK, lse_TK = ops.scores(
             context_TKE,
@@ -116,11 +125,12 @@ def cached(head: base.Head) -> Cached:
         target_BS, cache_BS = cache.masses(
             hidden_BSD,
             memory.states_BMD,
-            memory.words_BM,
-            labels_BS,
+            _words(memory),
+            parts.word_ids(labels_BS=labels_BS),
             memory.visible_BSM,
             _scale(hidden_BSD),
         )
+        cache_BS = _where_words(cache_BS, memory, table_VE, options)
         log_p_T = cache.join(
             log_prior_TK, score_TK, lse_TK, _flat(target_BS), _flat(cache_BS)
         )
@@ -128,18 +138,25 @@ def cached(head: base.Head) -> Cached:
 
     def opened(params, table_VE, bias_V, hidden_BSD, memory, latent_mask, options):
         """The mixture with the joint's own weights, the gate, and the scores."""
+        _check_range(params, hidden_BSD, memory)
         log_prior_TK, context_TKE = head.mix(params, _flat(hidden_BSD), latent_mask)
         g = head.activation(params)
         anything_T = jnp.zeros(len(context_TKE), jnp.int32)
         _, lse_TK = ops.scores(context_TKE, table_VE, bias_V, anything_T, g, **options)
         score_BSM = similarities(hidden_BSD, memory)
         cache_BS = jax.nn.logsumexp(score_BSM, axis=-1)
+        cache_BS = _where_words(cache_BS, memory, table_VE, options)
         log_prior_TK, gate_T = cache.gates(log_prior_TK, lse_TK, _flat(cache_BS))
         return (log_prior_TK, context_TKE, table_VE, bias_V), g, gate_T, score_BSM
 
     def log_probs(
         params, table_VE, bias_V, hidden_BSD, memory, *, latent_mask=None, **options
     ):
+        if options.get("vocab_axis") is not None:
+            raise ValueError(
+                "log_probs beside a cache reads the whole table; it was called with "
+                f"vocab_axis={options['vocab_axis']!r}."
+            )
         mixture, g, gate_T, _ = opened(
             params, table_VE, bias_V, hidden_BSD, memory, latent_mask, options
         )
@@ -163,12 +180,13 @@ def cached(head: base.Head) -> Cached:
             params, table_VE, bias_V, hidden_BSD, memory, latent_mask, options
         )
         gate_key, entry_key, word_key = jax.random.split(key, 3)
-        opens_T = jax.random.bernoulli(gate_key, jnp.exp(gate_T))
-        entry_BS = jax.random.categorical(entry_key, score_BSM)
-        cached_BS = jnp.take_along_axis(memory.words_BM, entry_BS, axis=1)
+        # The default's noise is too coarse for gates and entries below 1e-7.
+        opens_T = jax.random.bernoulli(gate_key, jnp.exp(gate_T), mode="high")
+        entry_BS = jax.random.categorical(entry_key, score_BSM, mode="high")
+        cached_BS = jnp.take_along_axis(_words(memory), entry_BS, axis=1)
         word_T = ops.sample(*mixture, word_key, g, **options)
         chosen_T = jnp.where(opens_T, _flat(cached_BS).astype(word_T.dtype), word_T)
-        return chosen_T.reshape(entry_BS.shape)
+        return jnp.where(jnp.isnan(gate_T), -1, chosen_T).reshape(entry_BS.shape)
 
     return Cached(loss, nll, log_probs, sample)
 
@@ -183,12 +201,12 @@ def similarities(hidden_BSD: jax.Array, memory: Memory) -> jax.Array:
 def cache_log_probs(hidden_BSD: jax.Array, memory: Memory, rows: int) -> jax.Array:
     """log(C_v / C): the cache by itself, [B, S, V]; -inf where it is empty."""
     spread = functools.partial(cache.log_probs, vocab=rows)
-    return jax.vmap(spread)(similarities(hidden_BSD, memory), memory.words_BM)
+    return jax.vmap(spread)(similarities(hidden_BSD, memory), _words(memory))
 
 
 def best_words(hidden_BSD: jax.Array, memory: Memory) -> jax.Array:
     """The word to which the cache gives most, [B, S]; -1 where it is empty."""
-    return jax.vmap(cache.best_word)(similarities(hidden_BSD, memory), memory.words_BM)
+    return jax.vmap(cache.best_word)(similarities(hidden_BSD, memory), _words(memory))
 
 
 def ranking_loss(
@@ -207,21 +225,39 @@ def ranking_loss(
     """
     real_BS = weights_BS != 0
     hidden_BSD = jnp.where(real_BS[:, :, None], hidden_BSD, 0.0)
-    labels_BS = jnp.where(real_BS, labels_BS, 0)
+    labels_BS = jnp.where(real_BS, parts.word_ids(labels_BS=labels_BS), 0)
+    words_BM = _words(memory)
     direction_BSE = _directions(table_VE, labels_BS)
     cosine_BSM = jnp.einsum(
-        "bse,bme->bsm", direction_BSE, _directions(table_VE, memory.words_BM)
+        "bse,bme->bsm", direction_BSE, _directions(table_VE, words_BM)
     )
     mean_BS, paired_BS = ranking.hinge(
         similarities(hidden_BSD, memory),
         cosine_BSM,
-        labels_BS[:, :, None] == memory.words_BM[:, None, :],
+        labels_BS[:, :, None] == words_BM[:, None, :],
         memory.visible_BSM,
         margin,
     )
     paired_BS &= real_BS
     total = jnp.sum(jnp.where(paired_BS, mean_BS, 0.0))
     return total / jnp.maximum(jnp.sum(paired_BS), 1).astype(total.dtype)
+
+
+def _check_range(params, hidden_BSD, memory):
+    check_range(params=params, hidden_BSD=hidden_BSD, states_BMD=memory.states_BMD)
+
+
+def _words(memory):
+    return parts.word_ids(words_BM=memory.words_BM)
+
+
+def _where_words(mass_BS, memory, table_VE, options):
+    """The cache's log-mass, NaN at positions that see a word that is none."""
+    words_BM = _words(memory)
+    vocab = parts.vocabulary(len(table_VE), Options(**options))
+    strange_BM = (words_BM < 0) | (words_BM >= vocab)
+    seen_BS = jnp.any(memory.visible_BSM & strange_BM[:, None], axis=-1)
+    return jnp.where(seen_BS, jnp.nan, mass_BS)
 
 
 def _directions(table_VE, words_BS):

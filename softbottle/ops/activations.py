@@ -80,7 +80,11 @@ def segments(knots_N1: jax.Array, slopes_N: jax.Array) -> Segments:
 def _interpolate(theta, z, index):
     index = jax.lax.stop_gradient(index).astype(jnp.int32)
     values, slopes, starts = (part[index].astype(z.dtype) for part in theta)
-    return values + slopes * (z - starts)
+    # A word whose bias is -inf has no probability; its distance from the knots is no
+    # number by which a slope's gradient, 0, could be multiplied.
+    gone = jnp.isneginf(z)
+    g = values + slopes * (jnp.where(gone, starts, z) - starts)
+    return jnp.where(gone, -jnp.inf, g)
 
 
 SOFTMAX = Activation(identity, ())

@@ -14,6 +14,7 @@ rounding.
 
 A label that is no word of the vocabulary gives NaN, never a plausible loss; run with
 `jax.debug_nans(True)` to be taken to the call. A token of weight 0 may hold any label.
+Labels are integers of any kind. float16 is refused: see `check_range`.
 """
 
 import dataclasses
@@ -24,7 +25,7 @@ import jax.numpy as jnp
 
 from softbottle.ops import decode, parts
 from softbottle.ops.activations import SOFTMAX, Activation
-from softbottle.ops.options import Options, sum_dtype
+from softbottle.ops.options import Options, check_range, sum_dtype
 
 # Each is a module of this package, imported when it is used: Pallas takes a while.
 IMPLEMENTATIONS = ("blocked", "pallas_gpu", "pallas_tpu", "reference")
@@ -46,7 +47,7 @@ def scores(
     chosen = Options(**options)
     bias_V = _checked(context_TKE, table_VE, bias_V, chosen)
     _check_tokens(context_TKE, labels_T=labels_T)
-    _check_integers(labels_T)
+    labels_T = parts.word_ids(labels_T=labels_T)
     lse_TK = _lse(context_TKE, table_VE, bias_V, activation, chosen)
     score_TK = parts.target_score(
         context_TKE, table_VE, bias_V, labels_T, activation, chosen
@@ -81,13 +82,17 @@ def loss(
     activation: Activation = SOFTMAX,
     **options,
 ) -> jax.Array:
-    """sum_t weight[t] nll[t], a scalar whose gradient is computed in forward."""
+    """sum_t weight[t] nll[t], a scalar whose gradient is computed in forward.
+
+    A token of weight 0 may hold anything, even NaN, and therefore adds nothing to any
+    gradient. That by its own weight is 0 as well; by another weight it is nll[t].
+    """
     chosen = Options(**options)
     bias_V = _checked(context_TKE, table_VE, bias_V, chosen)
     _check_tokens(
         context_TKE, log_prior_TK=log_prior_TK, labels_T=labels_T, weights_T=weights_T
     )
-    _check_integers(labels_T)
+    labels_T = parts.word_ids(labels_T=labels_T)
     # Padding may hold anything, even NaN; where it is read its weight is 0, and 0 times
     # a finite number is 0.
     real_T = weights_T != 0
@@ -95,7 +100,7 @@ def loss(
     labels_T = jnp.where(real_T, labels_T, 0)
     log_prior_TK = jnp.where(real_T[:, None], log_prior_TK, 0.0)
     context_TKE = jnp.where(real_T[:, None, None], context_TKE, 0.0)
-    return _implementation(chosen).loss(
+    return _implementation(chosen, context_TKE).loss(
         log_prior_TK,
         context_TKE,
         table_VE,
@@ -158,15 +163,15 @@ def sample(
 ) -> jax.Array:
     """One word a token, drawn exactly: a component, then Gumbel-max over it; [T]."""
     chosen = _unsplit(_decoding(options), "sample")
-    _implementation(chosen)
     bias_V = _checked(context_TKE, table_VE, bias_V, chosen)
     _check_tokens(context_TKE, log_prior_TK=log_prior_TK)
+    _implementation(chosen, context_TKE)
     return decode.sample(
         log_prior_TK, context_TKE, table_VE, bias_V, activation, chosen, key
     )
 
 
-def _implementation(options):
+def _implementation(options, context_TKE):
     name = options.implementation
     if name == "auto":
         name = "pallas_gpu" if _is_hopper() else "blocked"
@@ -176,6 +181,8 @@ def _implementation(options):
             f"no implementation is called {name!r}; there are "
             f"{sorted(IMPLEMENTATIONS)} and 'auto'."
         )
+    # A grid of no blocks is nothing that a kernel could be started with.
+    name = name if len(context_TKE) else "blocked"
     return importlib.import_module(f"softbottle.ops.{name}")
 
 
@@ -187,7 +194,7 @@ def _is_hopper():
 
 
 def _lse(context_TKE, table_VE, bias_V, activation, options):
-    local_TK = _implementation(options).lse(
+    local_TK = _implementation(options, context_TKE).lse(
         context_TKE, table_VE, bias_V, activation, options
     )
     return parts.over_shards(local_TK, options)
@@ -210,7 +217,8 @@ def _unsplit(options, name):
 
 
 def _checked(context_TKE, table_VE, bias_V, options):
-    """Check the shapes that every operation shares; a missing bias is zero."""
+    """Check the arrays that every operation shares; a missing bias is zero."""
+    check_range(context_TKE=context_TKE, table_VE=table_VE, bias_V=bias_V)
     for name, array, rank in (
         ("context_TKE", context_TKE, 3),
         ("table_VE", table_VE, 2),
@@ -234,6 +242,7 @@ def _checked(context_TKE, table_VE, bias_V, options):
 
 
 def _check_tokens(context_TKE, **arrays):
+    check_range(log_prior_TK=arrays.get("log_prior_TK"))
     tokens, components = context_TKE.shape[:2]
     for name, array in arrays.items():
         expected = (tokens, components) if name.endswith("TK") else (tokens,)
@@ -242,8 +251,3 @@ def _check_tokens(context_TKE, **arrays):
                 f"{name} must have the shape {expected} to go with context_TKE "
                 f"{context_TKE.shape}, got {array.shape}."
             )
-
-
-def _check_integers(labels_T):
-    if not jnp.issubdtype(labels_T.dtype, jnp.integer):
-        raise ValueError(f"labels_T must be integers, got {labels_T.dtype}.")

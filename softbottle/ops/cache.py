@@ -128,12 +128,18 @@ def interpolate(
 def log_probs(score_QM: jax.Array, word_M: jax.Array, vocab: int) -> jax.Array:
     """log(C_v / C) of every word, [Q, V]; -inf everywhere where the cache is empty.
 
+    NaN everywhere where an entry that is visible holds no word of the `vocab` there
+    are: its mass would be nowhere.
+
     It scatters over the vocabulary: for evaluation and generation.
     """
     lse_Q = _log_sum(score_QM)
     share_QM = jnp.exp(score_QM - jnp.where(jnp.isneginf(lse_Q), 0.0, lse_Q)[:, None])
     share_QV = jnp.zeros((len(score_QM), vocab), score_QM.dtype)
-    return jnp.log(share_QV.at[:, word_M].add(share_QM))
+    strange_M = (word_M < 0) | (word_M >= vocab)
+    seen_Q = jnp.any(~jnp.isneginf(score_QM) & strange_M[None], axis=-1)
+    log_QV = jnp.log(share_QV.at[:, word_M].add(share_QM))
+    return jnp.where(seen_Q[:, None], jnp.nan, log_QV)
 
 
 def best_word(score_QM: jax.Array, word_M: jax.Array) -> jax.Array:

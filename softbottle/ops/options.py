@@ -14,7 +14,7 @@ class Options:
     Attributes:
         compute_dtype: of the matrix products' inputs, for example jnp.bfloat16 over a
             float32 table; None keeps the inputs' own. Sums are float32 or better, and
-            a gradient has the dtype of its input.
+            a gradient has the dtype of its input. float16 is refused.
         vocab: how many of the table's rows are words; the rest is padding that gets
             probability zero. None means all of them.
         vocab_axis: inside `shard_map`, the mesh axis over which the table's rows are
@@ -39,7 +39,9 @@ class Options:
         if self.vocab is not None and self.vocab < 1:
             raise ValueError(f"vocab must be positive, got {self.vocab}.")
         if self.compute_dtype is not None:
-            object.__setattr__(self, "compute_dtype", jnp.dtype(self.compute_dtype))
+            dtype = jnp.dtype(self.compute_dtype)
+            check_range(compute_dtype=dtype)
+            object.__setattr__(self, "compute_dtype", dtype)
 
     @property
     def block_bytes(self) -> int:
@@ -53,6 +55,24 @@ class Options:
         if self.budget_bytes is None and jax.default_backend() == "gpu":
             return max(self.block_bytes, 4096 * row_bytes)
         return self.block_bytes
+
+
+def check_range(**trees: Any) -> None:
+    """Raise ValueError if an array, or a dtype, is float16 or narrower.
+
+    exp(logit) leaves float16's range when a word is 11 nats ahead, and the gradient of
+    a token that weighs 1/16,384 is below its smallest number. The one would be NaN and
+    the other 0 without a word.
+    """
+    for name, tree in trees.items():
+        for dtype in map(jnp.result_type, jax.tree.leaves(tree)):
+            floating = jnp.issubdtype(dtype, jnp.floating)
+            if floating and jnp.finfo(dtype).maxexp < jnp.finfo(jnp.float32).maxexp:
+                raise ValueError(
+                    f"{name} must be float64, bfloat16 or float32, got {dtype}: "
+                    "exponentials and gradients leave its range; cast it, for example "
+                    "with .astype(jnp.bfloat16)."
+                )
 
 
 def sum_dtype(*arrays: jax.Array) -> jnp.dtype:

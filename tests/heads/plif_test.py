@@ -68,3 +68,36 @@ def test_slopes_start_around_one():
     slope_N = softbottle.plif(20_000).init(jax.random.key(0), 7, 7)["slope_N"]
     np.testing.assert_allclose(np.mean(slope_N), UNIT, atol=0.03)
     np.testing.assert_allclose(np.std(slope_N), 1.0, atol=0.03)
+
+
+@pytest.mark.parametrize("knots", [8, (-1.7, -0.4, 0.1, 0.9, 2.6)])
+@pytest.mark.parametrize("what", ["loss", "nll"])
+def test_a_word_with_a_bias_of_minus_infinity_is_as_good_as_none(knots, what):
+    head = softbottle.plif(knots, 2.5)
+    params = head.init(jax.random.key(0), 7, 7)
+    gone = np.array([3, 17])
+    point = oracle.cast(POINT, jnp.float32)
+    labels_T = point.labels_T.at[jnp.isin(point.labels_T, gone)].set(5)
+    bias_V = point.bias_V.at[gone].set(-jnp.inf)
+
+    @jax.jit
+    def step(table_VE, bias_V, labels_T):
+        def total(params, table_VE, hidden_TD):
+            tokens = (hidden_TD, labels_T)
+            if what == "loss":
+                return head.loss(params, table_VE, bias_V, *tokens, point.weights_T)
+            return head.nll(params, table_VE, bias_V, *tokens) @ point.weights_T
+
+        bars = jax.value_and_grad(total, argnums=(0, 1, 2))
+        return bars(params, table_VE, point.hidden_TD)
+
+    value, (slopes, table_bar_VE, hidden_bar_TD) = step(
+        point.table_VE, bias_V, labels_T
+    )
+    rest = np.setdiff1d(np.arange(37), gone)
+    expected, (their_slopes, their_VE, their_TD) = step(
+        point.table_VE[rest], point.bias_V[rest], np.searchsorted(rest, labels_T)
+    )
+    ours = (value, slopes, table_bar_VE[rest], hidden_bar_TD)
+    oracle.assert_close(ours, (expected, their_slopes, their_VE, their_TD), "float32")
+    assert not np.any(table_bar_VE[gone])

@@ -129,6 +129,20 @@ def test_the_best_word_is_that_of_the_largest_sum(float64):
             assert np.exp(log_p_V).sum() == pytest.approx(1)
 
 
+@pytest.mark.parametrize("word", [-1, -5, 5, 10**6])
+def test_a_visible_entry_that_holds_no_word_makes_all_words_nan(word):
+    query_QD, key_MD, word_M, _, visible_QM = make_inputs()
+    states = (query_QD.astype(np.float32), key_MD.astype(np.float32))
+    score_QM = cache.similarities(*states, visible_QM, SCALE)
+    word_M[5] = word
+    log_p_QV = np.asarray(
+        jax.jit(cache.log_probs, static_argnums=2)(score_QM, word_M, 5)
+    )
+    sees_Q = visible_QM[:, 5]
+    assert 0 < sees_Q.sum() < QUERIES
+    np.testing.assert_array_equal(np.isnan(log_p_QV), np.repeat(sees_Q[:, None], 5, 1))
+
+
 def test_the_past_is_strictly_before_and_of_the_same_segment():
     segments_BS = np.array([[1, 1, 2, 2, 2, 0, 0], [4, 3, 3, 4, 4, 0, 1]])
     found_BSS = np.asarray(cache.past(segments_BS))

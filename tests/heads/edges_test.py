@@ -1,0 +1,270 @@
+"""What lies at the edge of every call of a head: no tokens, odd labels, float16."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from softbottle.heads import cache
+from tests import oracle
+from tests.oracle import CASES, FEW
+
+METHODS = ("loss", "nll", "log_probs", "top_k", "sample")
+CACHED_METHODS = ("loss", "nll", "log_probs", "sample")
+KEY = jax.random.key(0)
+SEGMENTS_BS = np.array([[1, 1, 1, 1, 2, 2, 2, 0, 0], [3, 3, 5, 4, 4, 4, 4, 4, 4]])
+VOCAB = 13
+
+
+def call(name, method, point, **options):
+    """A head's method on the inputs of the oracle."""
+    extra = {"top_k": (5,), "sample": (KEY,)}.get(method, ())
+    used = {"loss": 6, "nll": 5}.get(method, 4)
+    return getattr(CASES[name].head, method)(*point[:used], *extra, **options)
+
+
+def make_cached(name="mos", rows=2):
+    """Inputs of a cached head in float32, [B, S]."""
+    inputs = oracle.make_inputs(name, rows * 9, VOCAB, seed=1)
+    inputs = inputs._replace(
+        hidden_TD=inputs.hidden_TD.reshape(rows, 9, -1),
+        labels_T=inputs.labels_T.reshape(rows, 9),
+        weights_T=np.ones((rows, 9)),
+    )
+    return oracle.cast(inputs, jnp.float32)
+
+
+def call_cached(method, point, memory, name="mos", **options):
+    *output, hidden_BSD, labels_BS, weights_BS = point
+    extra = {
+        "loss": (labels_BS, weights_BS, memory),
+        "nll": (labels_BS, memory),
+        "log_probs": (memory,),
+        "sample": (memory, KEY),
+    }[method]
+    function = getattr(cache.cached(CASES[name].head), method)
+    return function(*output, hidden_BSD, *extra, **options)
+
+
+def history(point, segments_BS=SEGMENTS_BS):
+    return cache.history(point.hidden_TD, point.labels_T, segments_BS)
+
+
+@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("budget", [1, 2**30])
+def test_no_tokens_have_no_loss_and_no_words(name, budget):
+    point = oracle.cast(oracle.make_inputs(name, tokens=0, rows=2053), jnp.float32)
+    options = {"budget_bytes": budget, "vocab": 2050}
+    step = functools.partial(CASES[name].head.loss, **options)
+    value, bars = jax.jit(jax.value_and_grad(step, argnums=(0, 1, 2, 3)))(*point)
+    assert value == 0
+    assert all(not np.any(leaf) for leaf in jax.tree.leaves(bars))
+    assert call(name, "nll", point, **options).shape == (0,)
+    assert call(name, "log_probs", point, **options).shape == (0, 2053)
+    assert call(name, "sample", point, **options).shape == (0,)
+    for k in (5, 40):  # beyond 16 words are sorted by unit
+        values_Tk, ids_Tk = CASES[name].head.top_k(*point[:4], k, **options)
+        assert values_Tk.shape == ids_Tk.shape == (0, k)
+
+
+def test_no_rows_beside_a_cache_have_no_loss_and_no_words():
+    point = make_cached(rows=2)
+    shapes = {"hidden_TD": (0, 9, 5), "labels_T": (0, 9), "weights_T": (0, 9)}
+    kinds = {name: getattr(point, name).dtype for name in shapes}
+    none = {name: jnp.zeros(shape, kinds[name]) for name, shape in shapes.items()}
+    point = point._replace(**none)
+    memory = history(point, SEGMENTS_BS[:0])
+    assert call_cached("loss", point, memory) == 0
+    assert call_cached("nll", point, memory).shape == (0, 9)
+    assert call_cached("log_probs", point, memory).shape == (0, 9, VOCAB)
+    assert call_cached("sample", point, memory).shape == (0, 9)
+
+
+LABEL_KINDS = ["int8", "uint8", "int16", "uint16", "uint32", "int32"]
+
+
+@pytest.mark.parametrize("kind", LABEL_KINDS)
+def test_the_kind_of_the_labels_changes_nothing(kind):
+    # More words than 8 bits count: the labels fit, the vocabulary does not.
+    inputs = oracle.make_inputs("mos", rows=300)
+    inputs = inputs._replace(labels_T=inputs.labels_T % 128)
+    point = oracle.cast(inputs, jnp.float32)
+    point = point._replace(labels_T=point.labels_T.astype(kind))
+    head = CASES["mos"].head
+    value, bar_VE = jax.jit(jax.value_and_grad(head.loss, argnums=1))(*point)
+    exact_T = oracle.nll("mos", inputs)
+    oracle.assert_close(value, np.dot(inputs.weights_T, exact_T), "float32")
+    exact_VE = oracle.gradients("mos", inputs, inputs.weights_T)[1]
+    oracle.assert_close(bar_VE, exact_VE, "float32")
+    oracle.assert_close(jax.jit(head.nll)(*point[:5]), exact_T, "float32")
+
+
+@pytest.mark.parametrize("kind", ["int8", "uint8", "uint32"])
+def test_the_kind_of_the_words_beside_a_cache_changes_nothing(kind):
+    point = make_cached()
+
+    @jax.jit
+    def run(labels_BS):
+        changed = point._replace(labels_T=labels_BS)
+        memory = history(changed)
+        return (
+            call_cached("loss", changed, memory),
+            call_cached("nll", changed, memory),
+            call_cached("log_probs", changed, memory),
+            call_cached("sample", changed, memory),
+            cache.best_words(changed.hidden_TD, memory),
+        )
+
+    expected = run(point.labels_T)
+    for ours, theirs in zip(run(point.labels_T.astype(kind)), expected, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+        assert ours.dtype == theirs.dtype
+
+
+@pytest.mark.parametrize("label", [2**32 + 5, -(2**32) + 5, 2**63 - 1, -(2**63)])
+@pytest.mark.parametrize("where", ["numpy", "jax"])
+def test_a_label_that_int32_cannot_hold_is_no_word(label, where, float64):
+    point = oracle.cast(oracle.make_inputs("mos"), jnp.float32)
+    labels_T = np.asarray(point.labels_T, np.int64)
+    labels_T[4] = label
+    point = point._replace(
+        labels_T=jnp.asarray(labels_T) if where == "jax" else labels_T
+    )
+    nll_T = call("mos", "nll", point)
+    np.testing.assert_array_equal(np.isnan(nll_T), np.arange(oracle.TOKENS) == 4)
+
+
+@pytest.mark.parametrize("array", ["params", "table_VE", "bias_V", "hidden_TD"])
+@pytest.mark.parametrize("method", METHODS)
+def test_float16_is_refused_by_every_call(method, array):
+    point = oracle.cast(oracle.make_inputs("mos"), jnp.float32)
+    half = oracle.cast(getattr(point, array), jnp.float16)
+    with pytest.raises(ValueError, match=rf"{array} .* got float16.*astype"):
+        call("mos", method, point._replace(**{array: half}))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_float16_products_are_refused_by_every_call(method):
+    point = oracle.cast(oracle.make_inputs("softmax"), jnp.float32)
+    with pytest.raises(ValueError, match="compute_dtype .* got float16"):
+        call("softmax", method, point, compute_dtype=jnp.float16)
+
+
+@pytest.mark.parametrize("array", ["params", "table_VE", "hidden_BSD", "states_BMD"])
+@pytest.mark.parametrize("method", CACHED_METHODS)
+def test_float16_is_refused_beside_a_cache(method, array):
+    point = make_cached()
+    memory = history(point)
+    if array == "states_BMD":
+        memory = memory._replace(states_BMD=memory.states_BMD.astype(jnp.float16))
+    else:
+        field = "hidden_TD" if array == "hidden_BSD" else array
+        half = oracle.cast(getattr(point, field), jnp.float16)
+        point = point._replace(**{field: half})
+    with pytest.raises(ValueError, match=rf"{array} .* got float16.*astype"):
+        call_cached(method, point, memory)
+
+
+@pytest.mark.parametrize("word", [-1, VOCAB, VOCAB + 2, -VOCAB, 10**6])
+def test_who_sees_a_word_that_is_none_gets_nan_in_nll_and_log_probs(word):
+    point = make_cached()
+    table_VE = jnp.pad(point.table_VE, ((0, 3), (0, 0)))
+    point = point._replace(table_VE=table_VE, bias_V=jnp.pad(point.bias_V, (0, 3)))
+    memory = history(point)
+    clean = {
+        method: call_cached(method, point, memory, vocab=VOCAB)
+        for method in CACHED_METHODS
+    }
+    memory = memory._replace(words_BM=memory.words_BM.at[0, 1].set(word))
+    # Position 1 of the first text is seen by the two after it.
+    strange_BS = np.zeros((2, 9), bool)
+    strange_BS[0, 2:4] = True
+    nll_BS = call_cached("nll", point, memory, vocab=VOCAB)
+    log_p_BSV = call_cached("log_probs", point, memory, vocab=VOCAB)
+    word_BS = call_cached("sample", point, memory, vocab=VOCAB)
+    np.testing.assert_array_equal(np.isnan(nll_BS), strange_BS)
+    np.testing.assert_array_equal(np.isnan(log_p_BSV).all(axis=2), strange_BS)
+    np.testing.assert_array_equal(np.isnan(log_p_BSV).any(axis=2), strange_BS)
+    np.testing.assert_array_equal(np.asarray(word_BS) == -1, strange_BS)
+    for found, expected in (
+        (nll_BS, clean["nll"]),
+        (log_p_BSV, clean["log_probs"]),
+        (word_BS, clean["sample"]),
+    ):
+        np.testing.assert_array_equal(found[~strange_BS], expected[~strange_BS])
+    assert np.isnan(call_cached("loss", point, memory, vocab=VOCAB))
+
+
+def test_a_word_that_is_none_and_is_not_seen_changes_nothing():
+    point = make_cached()
+    memory = history(point)
+    # The last position of a text is seen by none.
+    strange = memory._replace(words_BM=memory.words_BM.at[:, 8].set(-1))
+    for method in CACHED_METHODS:
+        found, expected = (
+            call_cached(method, point, chosen) for chosen in (strange, memory)
+        )
+        np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_state_without_weight_that_is_not_finite_is_not_remembered(value):
+    point = make_cached()
+    row, place = 1, 4  # in the middle of a text
+    weights_BS = point.weights_T.at[row, place].set(0.0)
+    spoilt_BSD = point.hidden_TD.at[row, place].set(value)
+
+    def loss(params, table_VE, hidden_BSD, segments_BS):
+        changed = point._replace(
+            params=params,
+            table_VE=table_VE,
+            hidden_TD=hidden_BSD,
+            weights_T=weights_BS,
+        )
+        memory = history(changed, segments_BS)
+        total = call_cached("loss", changed, memory)
+        arguments = (hidden_BSD, point.labels_T, weights_BS, memory)
+        return total + cache.ranking_loss(table_VE, *arguments, 0.05)
+
+    step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))
+    # The same text without that position is what should be left.
+    apart_BS = SEGMENTS_BS.copy()
+    apart_BS[row, place] = 0
+    arguments = (point.params, point.table_VE)
+    found = step(*arguments, spoilt_BSD, SEGMENTS_BS)
+    expected = step(*arguments, point.hidden_TD, apart_BS)
+    for ours, theirs in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        assert np.all(np.isfinite(ours))
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_entries_are_drawn_with_noise_of_a_high_range():
+    point = make_cached()
+
+    def draw():
+        return np.asarray(call_cached("sample", point, history(point)))
+
+    words_BS = draw()
+    jax.config.update("jax_high_dynamic_range_gumbel", True)
+    try:
+        np.testing.assert_array_equal(draw(), words_BS)
+    finally:
+        jax.config.update("jax_high_dynamic_range_gumbel", False)
+
+
+def test_log_probs_beside_a_cache_refuse_a_split_table():
+    point = make_cached()
+    with pytest.raises(ValueError, match="log_probs .*'model'"):
+        call_cached("log_probs", point, history(point), vocab_axis="model")
+
+
+@pytest.mark.parametrize("name", ["softmax", "mos", "plif_mixed"])
+def test_the_gradient_by_a_weight_is_its_nll_and_by_a_weight_of_zero_zero(name):
+    inputs = oracle.make_inputs(name)
+    point = oracle.cast(inputs, jnp.float32)
+    bar_T = jax.jit(jax.grad(CASES[name].head.loss, argnums=5))(*point)
+    exact_T = np.where(inputs.weights_T != 0, oracle.nll(name, inputs), 0.0)
+    assert np.any(inputs.weights_T == 0)
+    oracle.assert_close(bar_T, exact_T, "float32")
