@@ -16,8 +16,10 @@ import pathlib
 from absl import app, flags
 
 from softbottle import command
-from softbottle.analysis import captured, inspection, pretrained, rank, report, texts
+from softbottle.analysis import captured, inspection, report
 from softbottle.analysis.asked import Asked
+from softbottle.analysis.instruments import rank
+from softbottle.analysis.sources import pretrained, texts
 
 WORKDIRS = flags.DEFINE_multi_string("workdir", [], "A run; give several to compare.")
 ARRAYS = flags.DEFINE_string(

@@ -19,7 +19,7 @@ from ml_collections import config_flags
 
 from softbottle import command
 from softbottle.bench import race, table, worker
-from softbottle.ops import lstm
+from softbottle.ops.lstm import api as lstm
 
 # What a suite needs is imported when it is run: a step takes the whole training system,
 # a race jax alone.

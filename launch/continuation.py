@@ -15,9 +15,10 @@ import pathlib
 
 from absl import flags
 
-from softbottle import command, state
-from softbottle.analysis import continuation
+from softbottle import command
 from softbottle.data import corpus
+from softbottle.experiments import continuation
+from softbottle.training import state
 
 WORKDIRS = flags.DEFINE_multi_string("workdir", None, "A run.", required=True)
 JUDGES = flags.DEFINE_multi_string("judge", [], "A run that judges; default: all.")

@@ -18,9 +18,11 @@ import time
 
 from absl import app, flags
 
-from softbottle import command, dynamic, evaluate, state
+from softbottle import command
 from softbottle.data import corpus, lines
 from softbottle.data.vocab import UNK
+from softbottle.scoring import dynamic
+from softbottle.training import evaluate, state
 
 WORKDIR = flags.DEFINE_string("workdir", None, "The run.", required=True)
 SPLIT = flags.DEFINE_enum("split", "test", ["train", "valid", "test"], "Which text.")

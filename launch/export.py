@@ -6,7 +6,8 @@ python launch/export.py --workdir runs/moved --folder exported --read
 
 from absl import flags
 
-from softbottle import command, export
+from softbottle import command
+from softbottle.scoring import export
 
 WORKDIR = flags.DEFINE_string("workdir", None, "The run.", required=True)
 FOLDER = flags.DEFINE_string("folder", None, "The exported files.", required=True)

@@ -11,8 +11,10 @@ import sys
 import numpy as np
 from absl import flags
 
-from softbottle import command, generate, state
+from softbottle import command
 from softbottle.data.vocab import printable
+from softbottle.scoring import generate
+from softbottle.training import state
 
 WORKDIR = flags.DEFINE_string("workdir", None, "The run.", required=True)
 PROMPT = flags.DEFINE_string("prompt", "", 'Text to continue; "-" for standard input.')

@@ -15,7 +15,8 @@ scratch. Started again, it goes on where it stopped.
 from absl import app, flags
 from ml_collections import config_flags
 
-from softbottle import command, objectives, sweep
+from softbottle import command
+from softbottle.experiments import objectives, sweep
 
 CONFIG = config_flags.DEFINE_config_file(
     "config", help_string="A file of configs/ on the synthetic language or templates."

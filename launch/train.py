@@ -19,7 +19,8 @@ import pathlib
 from absl import app, flags
 from ml_collections import config_flags
 
-from softbottle import command, sharding, train
+from softbottle import command, distributed
+from softbottle.experiments import trial
 
 CONFIG = config_flags.DEFINE_config_file("config", help_string="A file of configs/.")
 WORKDIR = flags.DEFINE_string(
@@ -57,10 +58,10 @@ def main() -> int:
         raise app.UsageError("--config is needed, for example configs/quickstart.py")
     explicit = (COORDINATOR.value, PROCESSES.value, PROCESS.value)
     if DISTRIBUTED.value:
-        sharding.join(*explicit, HEARTBEAT.value)
+        distributed.initialize(*explicit, HEARTBEAT.value)
     elif any(value is not None for value in explicit):
         raise app.UsageError("--coordinator and its kin need --distributed")
-    summary = train.run(CONFIG.value, WORKDIR.value or _default_workdir())
+    summary = trial.run(CONFIG.value, WORKDIR.value or _default_workdir())
     return 0 if summary else STOPPED_STATUS.value
 
 

@@ -15,8 +15,8 @@ from typing import NoReturn
 from absl import app, flags, logging
 
 from softbottle import config as config_lib
-from softbottle.checkpoint import CheckpointError
-from softbottle.metrics import NonFiniteLossError, WriteError
+from softbottle.training.checkpoint import CheckpointError
+from softbottle.training.metrics import NonFiniteLossError, WriteError
 
 REFUSED, FAILED, INTERRUPTED = 2, 1, 130
 TRACEBACK = flags.DEFINE_bool(

@@ -17,10 +17,8 @@ host as long as it fits, and the rows of a process are a contiguous share of the
 
 import math
 import os
-import sys
-import traceback
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,9 +35,6 @@ ROWS = P((DATA, MODEL))
 TABLES = ("table_VE", "output_VE", "bias_V")
 # Smaller arrays are cheaper to keep than to gather.
 SPLIT_ABOVE = 2**12
-# Exit statuses of a process that leaves a job: because another has died, so that the
-# job should be started again; because of an error of its own, which would come again.
-BROKEN, FAILED = 70, 1
 
 
 def make_mesh(
@@ -85,7 +80,7 @@ def check_rows(mesh: Mesh | None, rows: int, accumulate: int = 1) -> None:
         )
 
 
-def place(mesh: Mesh, shapes: Any) -> Any:
+def shardings(mesh: Mesh, shapes: Any) -> Any:
     """The sharding of every leaf of a tree of parameters or optimiser state."""
 
     def rule(path, leaf):
@@ -109,7 +104,7 @@ def place(mesh: Mesh, shapes: Any) -> Any:
     )
 
 
-def placed(shapes: Any, places: Any) -> Any:
+def with_shardings(shapes: Any, places: Any) -> Any:
     """Shapes that know where their arrays are."""
     return jax.tree.map(lambda leaf, place: leaf.update(sharding=place), shapes, places)
 
@@ -176,7 +171,7 @@ def padded(mesh: Mesh | None, batch: Any) -> Any:
     return jax.tree.map(move, batch)
 
 
-def whole(tree: Any) -> Any:
+def gather(tree: Any) -> Any:
     """The tree's arrays on the host, gathered from all processes."""
     if jax.process_count() == 1:
         return jax.tree.map(np.asarray, tree)
@@ -237,58 +232,6 @@ def constrain(mesh: Mesh | None, tree: Any, spec: P) -> Any:
     if mesh is None:
         return tree
     return jax.lax.with_sharding_constraint(tree, NamedSharding(mesh, spec))
-
-
-def join(
-    coordinator: str | None,
-    processes: int | None,
-    process: int | None,
-    heartbeat_seconds: int,
-) -> None:
-    """Become a process of a job; what is None is what jax finds out by itself.
-
-    A process that dies is missed after `heartbeat_seconds` of silence, if not at once,
-    and the others are stopped; tests/distributed_test.py allows three times that.
-    """
-    jax.distributed.initialize(
-        coordinator,
-        processes,
-        process,
-        heartbeat_timeout_seconds=heartbeat_seconds,
-    )
-
-
-def wait_for_all(name: str) -> None:
-    """Return when every process of the job is here."""
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(name)
-
-
-def leave(error: BaseException) -> NoReturn:
-    """End this process at once, so that those that wait for it find out."""
-    traceback.print_exception(error)
-    who = f"process {jax.process_index()} of {jax.process_count()}"
-    status = BROKEN if _is_of_the_runtime(error) else FAILED
-    if status == BROKEN:
-        told = (
-            f"{who} cannot go on: its device failed (see above), or a process that it "
-            "works with has died. Start the job again with the same --workdir: it "
-            "resumes from the last complete checkpoint."
-        )
-    else:
-        told = f"{who} failed (see above). The last complete checkpoint is intact."
-    print(told, file=sys.stderr, flush=True)
-    # An orderly exit would wait for the others, who wait for this one.
-    os._exit(status)
-
-
-def _is_of_the_runtime(error):
-    """Whether an error, or one that it came of, is what jax tells of lost processes."""
-    while error is not None:
-        if isinstance(error, jax.errors.JaxRuntimeError):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
 
 
 def _last_name(path):

@@ -5,10 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from softbottle import evaluate, generate
 from softbottle.data.batches import Batch
 from softbottle.heads import cache
-from tests import evaluate_test, pointer_test, tiny
+from softbottle.scoring import generate
+from softbottle.training import evaluate
+from tests import tiny
+from tests.training import evaluate_test, pointer_test
 
 VOCAB, WIDTH = 11, 6
 CLOSE = {"rel": 1e-5}

@@ -1,12 +1,12 @@
 """The programs of launch/, each in a process of its own on the CPU."""
 
 import os
-import pathlib
 import subprocess
 import sys
 from typing import Any, NamedTuple
 
-ROOT = pathlib.Path(__file__).parents[1]
+from tests import ROOT
+
 SECONDS = 300  # after which a program counts as hanging
 
 

@@ -1,14 +1,14 @@
 import importlib.util
 import itertools
-import pathlib
 
 import jax
 import pytest
 
 from softbottle import config as configs
 from softbottle import model as models
+from tests import ROOT
 
-FOLDER = pathlib.Path(__file__).parents[1] / "configs"
+FOLDER = ROOT / "configs"
 MIXTURES = ("mos", "moc", "moss")
 PAPERS = (*MIXTURES, "softmax", "sigsoftmax", "gss", "plif")
 STAGES = ("", ",finetune", ",et", ",et,finetune")

@@ -22,7 +22,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # First the files that take longest, or a worker is left alone with one at the end; the
 # one that mostly waits for other processes before all.
-LONGEST = ("distributed", "sharding", "train", "contract", "recipe", "model", "modules")
+LONGEST = ("distributed", "sharding", "loop", "contract", "recipe", "model", "modules")
 
 
 def pytest_collection_modifyitems(items):
@@ -39,7 +39,7 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(autouse=True)
 def strict(request):
     """Strict dtype promotion in tests of ops and heads (elsewhere it breaks optax)."""
-    if request.path.parent.name not in ("ops", "heads"):
+    if {"ops", "heads"}.isdisjoint(request.path.parts):
         yield
         return
     with jax.numpy_dtype_promotion("strict"):

@@ -23,9 +23,9 @@ import pytest
 
 from softbottle import config
 from softbottle.data import corpus
-from tests.analysis import gguf_test, llama_test
+from tests import ROOT
+from tests.analysis.sources import gguf_test, llama_test
 
-ROOT = pathlib.Path(__file__).parents[1]
 ROUNDS = int(os.environ.get("SOFTBOTTLE_STRESS", 0))
 FLIPS = 40 * ROUNDS or 4
 CRAFTED = 200 * ROUNDS or 40

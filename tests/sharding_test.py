@@ -9,9 +9,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from softbottle import config as configs
-from softbottle import evaluate, metrics, model, optim, sharding, state, train
-from softbottle import step as step_lib
+from softbottle import model, sharding
 from softbottle.data.batches import Stream
+from softbottle.training import evaluate, metrics, optim, state
+from softbottle.training import loop as train
+from softbottle.training import step as step_lib
 from tests import tiny
 
 LAYOUTS = [(8, 1), (4, 2), (2, 4), (1, 8)]
@@ -220,34 +222,3 @@ def test_what_cannot_be_shared_is_refused_by_name(tmp_path):
     for field, value in (("data", 0), ("data", -2), ("model", 0)):
         with pytest.raises(ValueError, match=f"mesh.{field} must be positive"):
             make_config(**{f"mesh__{field}": value})
-
-
-def raised(error, cause=None):
-    try:
-        raise error from cause
-    except type(error) as caught:
-        return caught
-
-
-@pytest.mark.parametrize(
-    ("error", "status", "told"),
-    [
-        (raised(ValueError("rows must be positive")), sharding.FAILED, "intact"),
-        (raised(OSError(28, "no space")), sharding.FAILED, "intact"),
-        (raised(jax.errors.JaxRuntimeError("gone")), sharding.BROKEN, "Start the job"),
-        (
-            raised(ValueError("unsaved"), jax.errors.JaxRuntimeError("gone")),
-            sharding.BROKEN,
-            "Start the job",
-        ),
-    ],
-)
-def test_who_leaves_a_job_says_whether_to_start_it_again(
-    monkeypatch, capsys, error, status, told
-):
-    statuses = []
-    monkeypatch.setattr(sharding.os, "_exit", statuses.append)
-    sharding.leave(error)
-    assert statuses == [status]
-    written = capsys.readouterr().err
-    assert str(error) in written and told in written and "process 0 of 1" in written

@@ -6,11 +6,11 @@ from typing import Any
 
 import jax
 
-from softbottle import checkpoint, state
 from softbottle import config as configs
 from softbottle import model as models
 from softbottle.data import synthetic
 from softbottle.data.vocab import Corpus, Vocab
+from softbottle.training import checkpoint, state
 
 
 def make_config(**fields: Any) -> configs.Config:

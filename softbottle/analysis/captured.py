@@ -13,7 +13,8 @@ from typing import NamedTuple
 import numpy as np
 from scipy import special
 
-from softbottle.analysis import (
+from softbottle.analysis.asked import USUAL, Asked
+from softbottle.analysis.instruments import (
     argmax,
     attention_layers,
     gradient,
@@ -22,9 +23,8 @@ from softbottle.analysis import (
     rank,
     saturation,
 )
-from softbottle.analysis import arrays as arrays_lib
-from softbottle.analysis.asked import USUAL, Asked
 from softbottle.analysis.report import Section
+from softbottle.analysis.sources import arrays as arrays_lib
 from softbottle.data import vocab as vocab_lib
 
 _BLOCK = 256  # positions whose logits are held at a time

@@ -3,8 +3,8 @@
 import pathlib
 from typing import Any
 
-from softbottle import metrics
 from softbottle.analysis import drawing, report
+from softbottle.training import metrics
 
 
 def validations(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:

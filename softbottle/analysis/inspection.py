@@ -6,26 +6,25 @@ from typing import NamedTuple
 
 import numpy as np
 
-from softbottle import evaluate, metrics
-from softbottle.analysis import (
+from softbottle.analysis import captured, curves
+from softbottle.analysis.asked import USUAL, Asked
+from softbottle.analysis.instruments import (
     argmax,
     attention,
     attention_layers,
-    captured,
-    curves,
     gradient,
     lowrank,
     ngram,
     rank,
     saturation,
     scaling,
-    training,
 )
-from softbottle.analysis import arrays as arrays_lib
-from softbottle.analysis.asked import USUAL, Asked
 from softbottle.analysis.report import Section
+from softbottle.analysis.sources import arrays as arrays_lib
+from softbottle.analysis.sources import run as training
 from softbottle.data.vocab import Corpus
-from softbottle.state import Run, load_corpus, load_run
+from softbottle.training import evaluate, metrics
+from softbottle.training.state import Run, load_corpus, load_run
 
 _DIMENSIONS = 512  # of the text's next-word matrix, at most
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from softbottle.backbones import base, dropout
-from softbottle.ops import lstm
+from softbottle.ops.lstm import api as lstm
 
 
 class AwdLstm(nn.Module):

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from softbottle.bench import head, measure, oracle, problem
-from softbottle.ops import api
+from softbottle.ops.mixture import api
 
 Row = dict[str, Any]
 BEST = 40

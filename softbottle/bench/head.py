@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from softbottle.bench import measure, oracle, problem
-from softbottle.ops import api
+from softbottle.ops.mixture import api
 
 Row = dict[str, Any]
 MULTIPLE = 128

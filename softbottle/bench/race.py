@@ -11,8 +11,8 @@ import sys
 from typing import Any
 
 from softbottle.bench import problem, worker
-from softbottle.ops import api
-from softbottle.ops import lstm as lstm_op
+from softbottle.ops.lstm import api as lstm_op
+from softbottle.ops.mixture import api
 
 Row = dict[str, Any]
 # Which variants a peer brings, and what must be installed.

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from softbottle.bench import measure, oracle, problem
-from softbottle.ops import lstm
+from softbottle.ops.lstm import api as lstm
 
 Row = dict[str, Any]
 # Relative norms. A state is rounded at every position, and errors add up over them; a

@@ -15,12 +15,12 @@ import numpy as np
 
 from softbottle import config as config_lib
 from softbottle import model as model_lib
-from softbottle import optim
-from softbottle import step as step_lib
 from softbottle.backbones import make as make_backbone
 from softbottle.bench import measure as measuring
 from softbottle.bench import timing
 from softbottle.data.batches import Batch
+from softbottle.training import optim
+from softbottle.training import step as step_lib
 
 Row = dict[str, Any]
 # Recurrences that were timed already: heads on one backbone share its time.

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from softbottle import ops
-from softbottle.ops.activations import SOFTMAX, Activation
-from softbottle.ops.options import check_range
+from softbottle.ops.mixture.activations import SOFTMAX, Activation
+from softbottle.ops.mixture.options import check_range
 
 
 class Mixture(NamedTuple):

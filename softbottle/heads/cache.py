@@ -18,8 +18,10 @@ import jax.numpy as jnp
 
 from softbottle import ops
 from softbottle.heads import base
-from softbottle.ops import cache, parts, ranking
-from softbottle.ops.options import Options, check_range
+from softbottle.ops.cache import api as cache
+from softbottle.ops.cache import ranking
+from softbottle.ops.mixture import parts
+from softbottle.ops.mixture.options import Options, check_range
 
 
 class Memory(NamedTuple):

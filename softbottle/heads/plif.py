@@ -13,7 +13,12 @@ import numpy as np
 
 from softbottle.heads import base
 from softbottle.heads.mos import init_latent, mix_latent
-from softbottle.ops.activations import Activation, piecewise, piecewise_even, segments
+from softbottle.ops.mixture.activations import (
+    Activation,
+    piecewise,
+    piecewise_even,
+    segments,
+)
 
 
 def plif(

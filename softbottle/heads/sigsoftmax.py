@@ -13,7 +13,7 @@ import math
 from softbottle.heads import base
 from softbottle.heads.mos import mixture_of
 from softbottle.heads.softmax import single_head
-from softbottle.ops.activations import SIGSOFTMAX, Activation, generalised
+from softbottle.ops.mixture.activations import SIGSOFTMAX, Activation, generalised
 
 
 def sigsoftmax() -> base.Head:

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 from scipy import special
 
-from softbottle.analysis import captured, lowrank
+from softbottle.analysis import captured
 from softbottle.analysis.asked import Asked
+from softbottle.analysis.instruments import lowrank
 
 
 def make_capture(positions=41, vocab=97, dim=5, bias=True, **changes):

@@ -6,15 +6,9 @@ import matplotlib.figure
 import numpy as np
 import pytest
 
-from softbottle.analysis import (
-    captured,
-    curves,
-    drawing,
-    report,
-    saturation,
-    scaling,
-    texts,
-)
+from softbottle.analysis import captured, curves, drawing, report
+from softbottle.analysis.instruments import saturation, scaling
+from softbottle.analysis.sources import texts
 
 HOSTILE = r"a$b$ $\frac$"
 # Matplotlib writes "\$" as a dollar.

@@ -6,8 +6,10 @@ import json
 import numpy as np
 import pytest
 
-from softbottle import config, metrics
-from softbottle.analysis import inspection, lowrank, scaling
+from softbottle import config
+from softbottle.analysis import inspection
+from softbottle.analysis.instruments import lowrank, scaling
+from softbottle.training import metrics
 from tests import commands, tiny
 
 WORDS, WIDTH = 13, 3

@@ -3,14 +3,14 @@
 Everything is float64 NumPy, and ranks are counted as they are there.
 """
 
-import pathlib
 import re
 
 import numpy as np
 import pytest
 from scipy import special
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+from tests import ROOT
+
 WIDTH, CONTEXTS, WORDS = 3, 61, 59
 
 

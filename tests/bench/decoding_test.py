@@ -2,7 +2,7 @@ import jax.numpy as jnp
 import pytest
 
 from softbottle.bench import decoding, problem, race, worker
-from softbottle.ops import api
+from softbottle.ops.mixture import api
 
 
 @pytest.fixture(autouse=True)

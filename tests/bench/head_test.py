@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from softbottle.bench import head, measure, oracle, problem, race, table, worker
-from softbottle.ops import api, blocked
+from softbottle.ops.mixture import api, blocked
 
 CASE = problem.Case("odd", tokens=11, components=3, dim=7, vocab=37)
 
@@ -103,7 +103,7 @@ def task_for(implementation, case=CASE):
 def add_implementation(monkeypatch, loss):
     """Let the operation have one more implementation, called "bent"."""
     module = types.SimpleNamespace(loss=loss)
-    monkeypatch.setitem(sys.modules, "softbottle.ops.bent", module)
+    monkeypatch.setitem(sys.modules, "softbottle.ops.mixture.bent", module)
     monkeypatch.setattr(api, "IMPLEMENTATIONS", (*api.IMPLEMENTATIONS, "bent"))
 
 

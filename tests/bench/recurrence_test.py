@@ -1,7 +1,7 @@
 import pytest
 
 from softbottle.bench import problem, race, recurrence, table, worker
-from softbottle.ops import lstm
+from softbottle.ops.lstm import api as lstm
 
 
 @pytest.fixture(autouse=True)

@@ -14,9 +14,9 @@ import pytest
 from softbottle import config
 from softbottle.data import corpus, synthetic
 from softbottle.data.vocab import Corpus, Vocab
+from tests import CORPORA, ROOT
 
-ROOT = pathlib.Path(__file__).parents[2]
-SHARED = ROOT.parent / "shared" / "data"
+SHARED = CORPORA
 TEXT = {
     "train": "the cat sat\n\n the  dog na\u00efve\r\nthe cat\n",
     "valid": "the bird\n",

@@ -1,0 +1,1 @@
+"""A measure on arrays each: numbers, and a section of the report."""

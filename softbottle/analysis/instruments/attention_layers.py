@@ -1,0 +1,225 @@
+"""What each head of each layer selects, in a model that reads a text.
+
+The measures of `attention` on captured logits. A stretch of L tokens gives one row of
+weights alpha a head: those of its last position, which sees all L. The tokens' vectors
+are the states that enter the layer, scaled to length 1, the sphere of the theorem on
+separability; stretches of text give further rows. Beside them stands
+
+    spread = exp(-sum_i alpha_i log alpha_i) / L,
+
+the share of the tokens that a head would read if it read some of them equally. What
+other normalisers would make of the same logits, which were trained for softmax, is told
+as a mean over all heads, and in full (`attention.limits`) for the heads of the middle
+layer on the first stretch.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import matplotlib.ticker
+import numpy as np
+from scipy import special, stats
+
+from softbottle.analysis import drawing, report
+from softbottle.analysis.instruments import attention, normalisers
+
+SELECTED = 5  # tokens that `inside` and `tightness` are about
+_COMPARED = {
+    "spread": "spread",
+    "inside": f"share of {SELECTED} within reach",
+    "largest": "largest weight",
+}
+PUBLISHED = 0.06  # share of the tokens that Mudarisov et al. find critical in GPT-2
+
+
+class Heads(NamedTuple):
+    """One number for each layer and head, averaged over stretches of text.
+
+    Attributes:
+        length: L, tokens of a stretch.
+        stretches: how many of them.
+        inside_LH: share of the `SELECTED` largest no farther from their sum than the
+            nearest token outside.
+        tightness_LH: distance of the selected sum over its bound.
+        largest_LH: the largest weight.
+        spread_LH: from the head of this file.
+        critical_L: the first of `attention.COUNTS` whose distances are not told from
+            those of random sets over all rows of a layer; 0 where each is.
+        normalised: by normaliser, "spread", "inside" and "largest" of its weights,
+            averaged over layers and heads.
+        limits: of the middle layer's heads on the first stretch.
+    """
+
+    length: int
+    stretches: int
+    inside_LH: np.ndarray
+    tightness_LH: np.ndarray
+    largest_LH: np.ndarray
+    spread_LH: np.ndarray
+    critical_L: np.ndarray
+    normalised: dict[str, dict[str, float]]
+    limits: attention.Limits
+
+
+def measure(
+    logits_LWHS: np.ndarray, states: Sequence[np.ndarray], seed: int = 0
+) -> Heads:
+    """Measure the heads of every layer.
+
+    Args:
+        logits_LWHS: by layer, stretch and head, over the stretch's S tokens.
+        states: for each layer what enters it, [W S, D], stretch after stretch.
+        seed: of the random sets.
+
+    Raises:
+        ValueError: if a stretch has `SELECTED` tokens or fewer, the shapes disagree or
+            an entry is not finite.
+    """
+    logits_LWHS = normalisers.finite("logits", logits_LWHS)
+    layers, stretches, _, length = logits_LWHS.shape
+    rows = {len(one) for one in states}
+    if len(states) != layers or rows != {stretches * length} or length <= SELECTED:
+        raise ValueError(
+            f"logits {logits_LWHS.shape} [layers, stretches, heads, tokens > "
+            f"{SELECTED}] need as many layers of states, with a row a token; got "
+            f"{[one.shape for one in states]}."
+        )
+    values = [_unit(one).reshape(stretches, length, -1) for one in states]
+    maps = {
+        name: _maps(apply(logits_LWHS), values)
+        for name, apply in normalisers.ALL.items()
+    }
+    weights_LWHS = normalisers.softmax(logits_LWHS)
+    critical = [
+        _critical(list(zip(*layer, strict=True)), length, seed)
+        for layer in zip(weights_LWHS, values, strict=True)
+    ]
+    softmax = maps["softmax"]
+    return Heads(
+        length,
+        stretches,
+        softmax["inside"],
+        softmax["tightness"],
+        softmax["largest"],
+        softmax["spread"],
+        np.array(critical),
+        {
+            name: {key: float(one[key].mean()) for key in _COMPARED}
+            for name, one in maps.items()
+        },
+        attention.survey(logits_LWHS[layers // 2, 0], values[layers // 2][0]),
+    )
+
+
+def section(found: dict[str, Heads]) -> report.Section:
+    """Models side by side: a map of layers and heads each, and critical numbers."""
+    figure = drawing.Figure(figsize=(11, 3.8 * len(found)), layout="constrained")
+    for row, (name, one) in zip(
+        figure.subplots(len(found), 3, squeeze=False), found.items(), strict=True
+    ):
+        for axes, title, values_LH in (
+            (row[0], _COMPARED["spread"], one.spread_LH),
+            (row[1], _COMPARED["inside"], one.inside_LH),
+            (row[2], _COMPARED["largest"], one.largest_LH),
+        ):
+            # White at 0: at night the page turns it round, and 0 is dark.
+            image = axes.imshow(
+                values_LH.T, aspect="auto", vmin=0, vmax=1, cmap="Blues"
+            )
+            axes.set(xlabel="layer", title=title)
+            for axis in (axes.xaxis, axes.yaxis):
+                axis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
+        row[0].set_ylabel(f"{name}\nhead")
+        figure.colorbar(image, ax=row)
+    lines = [
+        f"{name}: over {one.length} tokens a head reads like one that spreads evenly "
+        f"over {np.median(one.spread_LH):.1%} of them (median), its largest weight is "
+        f"{np.median(one.largest_LH):.2f}, and of its {SELECTED} largest tokens "
+        f"{np.median(one.inside_LH):.0%} stay nearer to their sum than any other; "
+        f"picking the largest looks like picking blindly {_firsts(one)}."
+        for name, one in found.items()
+    ]
+    reading = (
+        "Left: the share of the tokens that a head reads. Middle: how well those with "
+        "the largest weights are told from the others. Right: the largest weight. The "
+        f"number from which a choice looks blind is published for GPT-2 as {PUBLISHED} "
+        "of the tokens."
+    )
+    figures = [report.Figure("attention-heads", figure, reading)]
+    figures.append(_draw_normalisers(found))
+    numbers = {name: one._asdict() for name, one in found.items()}
+    for place, (name, one) in enumerate(found.items()):
+        inner = attention.section(one.limits)
+        numbers[name]["limits"] = inner.numbers
+        (figure,) = inner.figures
+        reading = f"{name}, heads of the middle layer on one stretch. {figure.reading}"
+        figures.append(figure._replace(name=f"{figure.name}-{place}", reading=reading))
+    return report.Section("Attention by layer", " ".join(lines), figures, numbers)
+
+
+def _draw_normalisers(found):
+    figure = drawing.Figure(figsize=(9, 3.2), layout="constrained")
+    width = 0.8 / len(found)
+    for axes, key in zip(figure.subplots(1, len(_COMPARED)), _COMPARED, strict=True):
+        for index, (name, one) in enumerate(found.items()):
+            heights = [measured[key] for measured in one.normalised.values()]
+            at = np.arange(len(heights)) + width * (index - (len(found) - 1) / 2)
+            axes.bar(at, heights, width, label=name)
+        axes.set_xticks(range(len(heights)), normalisers.ALL, rotation=20, ha="right")
+        axes.set(title=_COMPARED[key], ylim=(0, 1))
+        if key == "spread":
+            # From one token to all of them.
+            longest = max(one.length for one in found.values())
+            axes.set(yscale="log", ylim=(0.5 / longest, 1))
+    if len(found) > 1:
+        axes.legend(fontsize="small")
+    reading = (
+        "The same logits under other normalisers, mean over all heads. They were "
+        "trained for softmax, so this shows what a normaliser does, not how a model "
+        "trained with it would do."
+    )
+    return report.Figure("attention-normalisers", figure, reading)
+
+
+def _maps(weights_LWHS, values):
+    """What the weights of each layer and head select, averaged over stretches."""
+    inside, tightness = [], []
+    for weights_WHS, values_WSD in zip(weights_LWHS, values, strict=True):
+        picked = [
+            attention.selection(*pair, SELECTED)
+            for pair in zip(weights_WHS, values_WSD, strict=True)
+        ]
+        inside.append(np.mean([one.inside_R for one in picked], axis=0))
+        ratios = [one.distance_R / one.bound_R for one in picked]
+        tightness.append(np.mean(ratios, axis=0))
+    entropy_LWH = special.entr(weights_LWHS).sum(axis=-1)
+    return {
+        "inside": np.stack(inside),
+        "tightness": np.stack(tightness),
+        "largest": weights_LWHS.max(axis=-1).mean(axis=1),
+        "spread": (np.exp(entropy_LWH) / weights_LWHS.shape[-1]).mean(axis=1),
+    }
+
+
+def _critical(pairs, length, seed):
+    rng = np.random.default_rng(seed)
+    for count in (count for count in attention.COUNTS if count < length):
+        rows = [attention.beside_blind(*pair, count, rng) for pair in pairs]
+        chosen, blind = (np.concatenate(part) for part in zip(*rows, strict=True))
+        if stats.ks_2samp(chosen, blind).pvalue > attention.LEVEL:
+            return count
+    return 0
+
+
+def _firsts(one):
+    some = one.critical_L[one.critical_L > 0]
+    if not len(some):
+        most = max(count for count in attention.COUNTS if count < one.length)
+        return f"in no layer, up to {most} tokens"
+    return f"from {int(np.median(some)):,} tokens on in {len(some)} layers (median)"
+
+
+def _unit(states_ND):
+    states_ND = np.asarray(states_ND, np.float64)
+    norm_N1 = np.linalg.norm(states_ND, axis=1, keepdims=True)
+    return states_ND / np.maximum(norm_N1, 1e-200)

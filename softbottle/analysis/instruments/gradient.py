@@ -1,0 +1,215 @@
+"""How much of the gradient of the logits can reach the trunk through the head.
+
+    d_k = d nll / d z_k = r_k (p_k - onehot(label)) * g'(z_k)
+    d nll / d context_k = W' d_k
+
+r_k the posterior of component k given the label. W' sees only what lies in the column
+space of W, E dimensions of V: with Q its orthonormal basis,
+
+    kept = |Q' d| / |d|,   suppressed = |d - Q Q' d| / |d|,   kept^2 + suppressed^2 = 1.
+
+The components of a mixture are stacked, so that each counts as its responsibility
+says. A gradient without any relation to W would keep sqrt(E / V). The mixture weights
+are a second way to the trunk, of K dimensions, which is not counted here.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from softbottle.analysis import drawing, report
+from softbottle.analysis.sources import arrays as arrays_lib
+from softbottle.ops.mixture.activations import SOFTMAX, Activation
+from softbottle.training import evaluate
+from softbottle.training.state import Run
+
+CHUNK = 64  # tokens whose [K, V] gradients are held at a time
+
+
+class Gradient(NamedTuple):
+    """Norm fractions; over several tokens, of the root of the summed squares.
+
+    Attributes:
+        kept_T: of each token's gradient, what the head passes on.
+        kept: over all tokens.
+        suppressed: over all tokens; kept^2 + suppressed^2 = 1.
+        kept_K: of each component's gradient over all tokens.
+        responsibility_K: mean posterior given the label.
+        by_rank: kept by the head's leading singular directions alone.
+        width: dimensions of the column space.
+        vocab: rows of the table.
+    """
+
+    kept_T: np.ndarray
+    kept: float
+    suppressed: float
+    kept_K: np.ndarray
+    responsibility_K: np.ndarray
+    by_rank: dict[int, float]
+    width: int
+    vocab: int
+
+    @property
+    def chance(self) -> float:
+        """What an unrelated gradient would keep, sqrt(width / vocab)."""
+        return (self.width / self.vocab) ** 0.5
+
+
+def measure(
+    log_prior_TK: np.ndarray,
+    context_TKE: np.ndarray,
+    table_VE: np.ndarray,
+    bias_V: np.ndarray,
+    labels_T: np.ndarray,
+    activation: Activation = SOFTMAX,
+    ranks: Sequence[int] = (),
+) -> Gradient:
+    """The share of the logits' gradient that a head passes on to its contexts.
+
+    Args:
+        log_prior_TK: log mixture weights; zeros with K = 1 for a plain softmax.
+        context_TKE: what each component multiplies the table by.
+        table_VE: the output table, words only.
+        bias_V: its bias.
+        labels_T: the words that came.
+        activation: the head's g.
+        ranks: numbers of leading singular directions to report beside all of them.
+
+    Raises:
+        ValueError: if the shapes do not fit, an entry is not finite, a label is not a
+            word, or a rank is not in [1, width].
+    """
+    given = {"prior": log_prior_TK, "contexts": context_TKE}
+    given |= {"table": table_VE, "bias": bias_V}
+    arrays = [arrays_lib.real(name, one, None) for name, one in given.items()]
+    labels_T = np.asarray(labels_T)
+    _check(*arrays, labels_T)
+    basis_VE = column_space(arrays[2])
+    width = basis_VE.shape[1]
+    if not all(1 <= r <= width for r in ranks):
+        raise ValueError(
+            f"the head has {width} directions; ranks must be in [1, {width}], got "
+            f"{list(ranks)}."
+        )
+    fixed = (*arrays[2:], basis_VE, activation.theta, activation.apply)
+    chunks = [
+        _squares(labels_T[chunk], arrays[0][chunk], arrays[1][chunk], *fixed)
+        for chunk in _chunks(len(labels_T))
+    ]
+    parts = (np.concatenate(part) for part in zip(*chunks, strict=True))
+    part_TKE, whole_TK, responsibility_TK = (np.asarray(a, np.float64) for a in parts)
+    share = np.square(_kept(np.cumsum(part_TKE.sum(axis=(0, 1))), whole_TK.sum()))
+    return Gradient(
+        _kept(part_TKE.sum(axis=(1, 2)), whole_TK.sum(axis=1)),
+        float(np.sqrt(share[-1])),
+        float(np.sqrt(max(1 - share[-1], 0.0))),
+        _kept(part_TKE.sum(axis=(0, 2)), whole_TK.sum(axis=0)),
+        responsibility_TK.mean(axis=0),
+        {int(r): float(np.sqrt(share[r - 1])) for r in ranks},
+        width,
+        len(basis_VE),
+    )
+
+
+def column_space(table_VE: np.ndarray) -> np.ndarray:
+    """An orthonormal basis of the columns, by singular value, the largest first.
+
+    Directions below the rounding of float32 are left out.
+    """
+    left_VE, sigma, _ = np.linalg.svd(
+        np.asarray(table_VE, np.float64), full_matrices=False
+    )
+    scale = 0.5 * np.sqrt(sum(table_VE.shape) + 1) * np.finfo(np.float32).eps
+    return left_VE[:, sigma > scale * sigma[0]]
+
+
+def of_run(
+    run: Run, ids: np.ndarray, positions: int = 1024, ranks: Sequence[int] = ()
+) -> Gradient:
+    """The measure along the start of a text."""
+    how = run.config.data.eval_rows, run.config.data.eval_length
+    parts = list(evaluate.states(run.model, run.params, ids[: positions + 1], *how))
+    hidden_TD, _, labels_T = (np.concatenate(part) for part in zip(*parts, strict=True))
+    params, table_VE, bias_V = run.model.output(run.params)
+    words = run.model.options["vocab"]
+    mixture = run.model.head.mix(params, jnp.asarray(hidden_TD))
+    activation = run.model.head.activation(params)
+    table = table_VE[:words], bias_V[:words]
+    return measure(*mixture, *table, labels_T, activation, ranks)
+
+
+def section(found: dict[str, Gradient]) -> report.Section:
+    """Heads side by side: what they keep, beside chance, against their width."""
+    figure = drawing.Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    for name, one in found.items():
+        (line,) = axes.plot(one.width, one.kept, "o", label=name)
+        colour = line.get_color()
+        axes.plot(one.width, one.chance, "_", color=colour, markersize=14)
+        if one.by_rank:
+            axes.plot(*zip(*sorted(one.by_rank.items()), strict=True), color=colour)
+    axes.set(xlabel="width of the head", ylabel="norm kept", ylim=(0, 1), xscale="log")
+    axes.legend()
+    reading = (
+        "Dots: the share of the gradient's norm that the head passes on; dashes: what "
+        "chance would keep; lines: by the head's leading directions alone."
+    )
+    lines = [
+        f"{name}: {one.kept:.1%} of the norm of the logits' gradient reaches the trunk "
+        f"through {one.width:,} of {one.vocab:,} dimensions (chance {one.chance:.1%}); "
+        f"the part left out has {one.suppressed:.1%} of the norm."
+        for name, one in found.items()
+    ]
+    numbers = {
+        name: one._asdict() | {"chance": one.chance} for name, one in found.items()
+    }
+    figures = [report.Figure("gradient-kept", figure, reading)]
+    return report.Section("Gradient", " ".join(lines), figures, numbers)
+
+
+def _chunks(tokens):
+    return [slice(at, at + CHUNK) for at in range(0, tokens, CHUNK)]
+
+
+def _kept(part, whole):
+    """The norm fraction of squares; NaN where there is no gradient to keep."""
+    return np.sqrt(part / np.where(whole > 0, whole, np.nan))
+
+
+@functools.partial(jax.jit, static_argnames="apply")
+def _squares(
+    labels_C, log_prior_CK, context_CKE, table_VE, bias_V, basis_VE, theta, apply
+):
+    """Squares of Q'd by direction and of d, and the responsibilities."""
+    logits_CKV = jnp.einsum("cke,ve->ckv", context_CKE, table_VE, precision="highest")
+    logits_CKV = logits_CKV + bias_V[None, None]
+
+    def log_labels(logits_CKV):
+        log_p_CKV = jax.nn.log_softmax(apply(theta, logits_CKV))
+        return jnp.take_along_axis(log_p_CKV, labels_C[:, None, None], axis=2)[..., 0]
+
+    log_label_CK, pull = jax.vjp(log_labels, logits_CKV)
+    r_CK = jax.nn.softmax(log_prior_CK + log_label_CK)
+    (d_CKV,) = pull(-r_CK)
+    part_CKE = jnp.einsum("ckv,ve->cke", d_CKV, basis_VE, precision="highest")
+    return jnp.square(part_CKE), jnp.square(d_CKV).sum(axis=-1), r_CK
+
+
+def _check(log_prior_TK, context_TKE, table_VE, bias_V, labels_T):
+    shapes = [a.shape for a in (log_prior_TK, context_TKE, table_VE, bias_V, labels_T)]
+    fits = context_TKE.ndim == 3 and table_VE.ndim == 2
+    if not fits or shapes != [
+        *(context_TKE.shape[:2], context_TKE.shape, (len(bias_V), shapes[1][2])),
+        *(table_VE.shape[:1], context_TKE.shape[:1]),
+    ]:
+        raise ValueError(f"[T, K], [T, K, E], [V, E], [V], [T] expected, got {shapes}.")
+    for name, array in (("contexts", context_TKE), ("table", table_VE)):
+        if bad := array.size - np.isfinite(array).sum():
+            raise ValueError(f"the {name} have {bad} entries that are not finite.")
+    outside = labels_T[(labels_T < 0) | (labels_T >= len(table_VE))]
+    if len(outside):
+        raise ValueError(f"label {outside[0]} is not among {len(table_VE)} words.")

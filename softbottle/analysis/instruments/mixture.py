@@ -1,0 +1,79 @@
+"""How a mixture uses its components: weights, and responsibilities given labels."""
+
+from typing import NamedTuple
+
+import matplotlib.ticker
+import numpy as np
+
+from softbottle.analysis import drawing, report
+from softbottle.analysis.sources import arrays as arrays_lib
+
+
+class Mixing(NamedTuple):
+    """How a mixture uses its components; entropies in nats, means over tokens.
+
+    Attributes:
+        prior_entropy: of the mixture weights.
+        usage_K: mean weight.
+        first_K: share of the tokens at which the component weighs most.
+        responsibility_K: mean posterior given the label.
+        responsibility_entropy: of that posterior.
+    """
+
+    prior_entropy: float
+    usage_K: np.ndarray
+    first_K: np.ndarray
+    responsibility_K: np.ndarray
+    responsibility_entropy: float
+
+
+def mixing(log_prior_TK: np.ndarray, log_label_TK: np.ndarray) -> Mixing:
+    """Entropy and usage of mixture weights pi, and responsibilities given labels.
+
+        r_k = pi_k P_k(label) / sum_j pi_j P_j(label).
+
+    Args:
+        log_prior_TK: log pi.
+        log_label_TK: log P_k(label), each component's own.
+
+    Raises:
+        ValueError: if the two are not finite matrices of one shape.
+    """
+    log_prior_TK = arrays_lib.real("weights", log_prior_TK)
+    log_label_TK = arrays_lib.real("labels", log_label_TK)
+    matched = log_prior_TK.ndim == 2 and log_prior_TK.shape == log_label_TK.shape
+    bad = np.sum(~np.isfinite(log_prior_TK)) + np.sum(~np.isfinite(log_label_TK))
+    if not matched or bad:
+        raise ValueError(
+            f"weights {log_prior_TK.shape} and labels {log_label_TK.shape} must be "
+            f"finite matrices of one shape; {bad} entries are not finite."
+        )
+    prior_TK = np.exp(log_prior_TK)
+    log_joint_TK = log_prior_TK + log_label_TK
+    log_r_TK = log_joint_TK - np.logaddexp.reduce(log_joint_TK, axis=1, keepdims=True)
+    first_TK = prior_TK == prior_TK.max(axis=1, keepdims=True)
+    return Mixing(
+        float(-(prior_TK * log_prior_TK).sum(axis=1).mean()),
+        prior_TK.mean(axis=0),
+        (first_TK / first_TK.sum(axis=1, keepdims=True)).mean(axis=0),
+        np.exp(log_r_TK).mean(axis=0),
+        float(-(np.exp(log_r_TK) * log_r_TK).sum(axis=1).mean()),
+    )
+
+
+def draw(mixed: dict[str, Mixing]) -> report.Figure:
+    """Mean weights and responsibilities of the components, largest first."""
+    figure = drawing.Figure(figsize=(8, 3.5), layout="constrained")
+    axes = figure.subplots()
+    for name, one in mixed.items():
+        order_K = np.argsort(-one.usage_K)
+        axes.plot(one.usage_K[order_K], marker="o", label=f"{name}: weight")
+        axes.plot(one.responsibility_K[order_K], "x--", label=f"{name}: given the word")
+    axes.set(xlabel="component, by weight", ylabel="mean share", ylim=(0, None))
+    axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
+    axes.legend()
+    reading = (
+        "Mean weight of each component, and its mean responsibility for the words that "
+        "came. A component near zero is idle."
+    )
+    return report.Figure("rank-components", figure, reading)

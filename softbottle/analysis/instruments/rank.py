@@ -1,0 +1,359 @@
+"""Numerical rank of a log-probability matrix, judged by its own precision.
+
+    rank = #{ i : sigma_i > tol },   tol = 1/2 sqrt(m + n + 1) sigma_1 eps,
+
+the rule of Press et al. for an m x n matrix whose entries carry a relative error of
+eps. The eps must be that of the arithmetic that produced the entries: float32
+log-probabilities judged with the eps of float64 have full rank, always. Beside it
+stands the effective rank, which rounding cannot move: the smallest k with
+sum_{i<=k} sigma_i^2 >= (1 - e) sum_i sigma_i^2.
+
+A tall matrix is read in blocks of rows. Its Gram matrix gives sigma^2, so that sigma
+is lost below about 1.5e-8 sigma_1: enough for the tolerance of float32 (1.8e-5 at
+82,430 x 10,000) and not for that of float64 (3.4e-14), where the rows go through a QR
+factorisation instead, R <- qr([R; rows]), and the singular values are those of R.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from softbottle import config as config_lib
+from softbottle import ops
+from softbottle.analysis import drawing, report
+from softbottle.analysis.instruments import mixture
+from softbottle.analysis.sources import arrays as arrays_lib
+from softbottle.training import evaluate
+from softbottle.training.state import Run
+
+PRECISIONS = ("float32", "float64")
+LOSSES = (1e-3, 1e-4, 1e-5)  # of the sum of squares that an effective rank may leave
+
+
+class Spectrum(NamedTuple):
+    """Singular values in descending order, and the rank they amount to."""
+
+    sigma: np.ndarray
+    tolerance: float
+    rank: int
+
+
+class Ranks(NamedTuple):
+    """What a matrix read in blocks amounts to.
+
+    Attributes:
+        shape: rows and columns.
+        entries: the dtype in which the entries came.
+        sigma: singular values in descending order, as many as the shorter side.
+        tolerances: by precision, "float32" and "float64".
+        ranks: by precision; None where the Gram matrix cannot tell.
+        effective: effective rank by loss.
+    """
+
+    shape: tuple[int, int]
+    entries: str
+    sigma: np.ndarray
+    tolerances: dict[str, float]
+    ranks: dict[str, int | None]
+    effective: dict[float, int]
+
+    @property
+    def precision(self) -> str:
+        """Of the tolerance to go by: the entries' own, if the spectrum resolves it."""
+        known = self.entries in PRECISIONS and self.ranks[self.entries] is not None
+        return self.entries if known else "float32"
+
+
+class Block(NamedTuple):
+    """A stretch of text: log P, the mixture weights, and log P_k of the labels."""
+
+    log_p_CV: jax.Array
+    log_prior_CK: jax.Array
+    log_label_CK: jax.Array
+
+
+class HeadRanks(NamedTuple):
+    """A head on a text; `mixing` is None for a head of one component."""
+
+    ranks: Ranks
+    bound: int
+    kl: float
+    mixing: mixture.Mixing | None
+
+
+def spectrum(matrix: np.ndarray, precision: np.dtype | type) -> Spectrum:
+    """Singular values and numerical rank of a matrix.
+
+    Args:
+        matrix: two axes, finite.
+        precision: the dtype in which the entries were computed, whatever holds them
+            now.
+
+    Raises:
+        ValueError: if the matrix is not two-dimensional and finite.
+    """
+    matrix = arrays_lib.real("the matrix", matrix)
+    _check(matrix)
+    sigma = np.linalg.svd(matrix, compute_uv=False)
+    tolerance = _tolerance(matrix.shape, sigma, precision)
+    return Spectrum(sigma, tolerance, int((sigma > tolerance).sum()))
+
+
+def softmax_bound(context_dim: int, bias: bool = True) -> int:
+    """The largest rank a softmax of this width can give its log-probabilities.
+
+    log softmax(H W' + 1 b') = H W' + 1 b' - s 1': d from the product, one for the
+    normaliser, and one more for a bias.
+    """
+    return context_dim + (2 if bias else 1)
+
+
+def streamed(blocks: Iterable[Any], precision: str = "float32") -> Ranks:
+    """Singular values and ranks of a matrix that comes in blocks of rows.
+
+    Args:
+        blocks: arrays [any number of rows, V], finite, of one width.
+        precision: the finest tolerance asked for. "float32" adds up a Gram matrix;
+            "float64" factorises, at a few times the cost, and judges by both.
+
+    Raises:
+        ValueError: if a block is not a finite matrix of that width, if there is none,
+            or if the precision has another name.
+    """
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision must be one of {PRECISIONS}, got {precision!r}.")
+    rows, entries, width = 0, [], None
+    factor = _Gram() if precision == "float32" else _Triangle()
+    for block in blocks:
+        if width not in (None, block.shape[-1]):
+            raise ValueError(f"the blocks are {width} columns wide, got {block.shape}.")
+        # Not around the loop: the blocks are computed there, in their own precision.
+        with jax.enable_x64(True):
+            entries.append(block.dtype)
+            block_CV = _arrays().asarray(block, np.float64)
+            _check(block_CV)
+            factor.add(block_CV)
+        rows, width = rows + len(block_CV), block_CV.shape[1]
+    if not rows:
+        raise ValueError("there are no rows to take a rank of.")
+    with jax.enable_x64(True):
+        sigma = factor.sigma()[: min(rows, width)]
+    shape, entries = (rows, width), str(np.result_type(*set(entries)))
+    tolerances = {name: _tolerance(shape, sigma, name) for name in PRECISIONS}
+    ranks = {name: int((sigma > tolerances[name]).sum()) for name in PRECISIONS}
+    if precision == "float32":
+        ranks["float64"] = None
+    kept = {loss: effective(sigma, loss) for loss in LOSSES}
+    return Ranks(shape, entries, sigma, tolerances, ranks, kept)
+
+
+def effective(sigma: np.ndarray, loss: float) -> int:
+    """The smallest k with sum_{i<=k} sigma_i^2 >= (1 - loss) sum_i sigma_i^2.
+
+    Raises:
+        ValueError: unless 0 <= loss < 1.
+    """
+    if not 0 <= loss < 1:
+        raise ValueError(f"loss must be in [0, 1), got {loss}.")
+    kept = np.cumsum(np.square(np.asarray(sigma, np.float64)))
+    return int(np.searchsorted(kept, (1 - loss) * kept[-1])) + 1
+
+
+class PairwiseKL:
+    """Expected divergence between the predictions of two contexts, in nats.
+
+        E_{c,c'} KL(P_c || P_c') = mean_c sum_v p_cv log p_cv
+                                   - sum_v (mean_c p_cv) (mean_c log p_cv),
+
+    because c and c' are independent: the double sum over pairs is a product of means.
+    All T^2 ordered pairs count, those with c = c' too, which add nothing; over the
+    pairs of different positions the mean is T / (T - 1) times this.
+    """
+
+    def __init__(self):
+        self._count, self._negentropy, self._p_V, self._log_p_V = 0, 0.0, 0.0, 0.0
+
+    def add(self, log_p_CV: Any) -> None:
+        """Take in the log-probabilities of some contexts.
+
+        Raises:
+            ValueError: if they are not finite or do not sum to one.
+        """
+        with jax.enable_x64(True):
+            log_p_CV = _arrays().asarray(log_p_CV, np.float64)
+            _check(log_p_CV)
+            p_CV = _arrays().exp(log_p_CV)
+            worst = float(abs(p_CV.sum(axis=1) - 1).max())
+            if worst > 1e-3:
+                raise ValueError(f"probabilities sum to one, these miss it by {worst}.")
+            self._negentropy += float((p_CV * log_p_CV).sum())
+            self._p_V += np.asarray(p_CV.sum(axis=0))
+            self._log_p_V += np.asarray(log_p_CV.sum(axis=0))
+            self._count += len(log_p_CV)
+
+    @property
+    def value(self) -> float:
+        """The mean over all that was added."""
+        if not self._count:
+            raise ValueError("there are no contexts to compare.")
+        cross = float((self._p_V / self._count) @ (self._log_p_V / self._count))
+        return self._negentropy / self._count - cross
+
+
+def blocks(run: Run, ids: np.ndarray, precision: str = "float32") -> Iterator[Block]:
+    """A run's predictions along a text, a block at a time, read as for validation.
+
+    The trunk runs in its own precision and the head in the one asked for. That is all
+    a rank needs: its bounds hold whatever the states are.
+    """
+    model = run.model
+    vocab, options = model.options["vocab"], model.options | {"compute_dtype": None}
+
+    @jax.jit
+    def predict(output, hidden_CD, labels_C):
+        params, table_VE, bias_V = output
+        log_p_CV = model.head.log_probs(*output, hidden_CD, **options)
+        log_prior_CK, context_CKE = model.head.mix(params, hidden_CD)
+        given = context_CKE, table_VE, bias_V, labels_C, model.head.activation(params)
+        score_CK, lse_CK = ops.scores(*given, **options)
+        return Block(log_p_CV[:, :vocab], log_prior_CK, score_CK - lse_CK)
+
+    how = run.config.data.eval_rows, run.config.data.eval_length
+    for hidden_CD, _, labels_C in evaluate.states(model, run.params, ids, *how):
+        with jax.enable_x64(precision == "float64"):
+            given = model.output(run.params), hidden_CD
+            given = jax.tree.map(lambda leaf: jnp.asarray(leaf, precision), given)
+            block = predict(*given, labels_C)
+        yield block
+
+
+def of_run(run: Run, ids: np.ndarray, precision: str = "float32") -> HeadRanks:
+    """Rank, divergence and mixture of a run's predictions along a text, in one pass."""
+    pairs, parts = PairwiseKL(), []
+
+    def rows():
+        for block in blocks(run, ids, precision):
+            pairs.add(block.log_p_CV)
+            parts.append(tuple(map(np.asarray, block[1:])))
+            yield block.log_p_CV
+
+    ranks = streamed(rows(), precision)
+    log_prior_TK, log_label_TK = map(np.concatenate, zip(*parts, strict=True))
+    several = log_prior_TK.shape[1] > 1
+    mixed = mixture.mixing(log_prior_TK, log_label_TK) if several else None
+    bound = softmax_bound(config_lib.context_dim(run.config))
+    return HeadRanks(ranks, bound, pairs.value, mixed)
+
+
+def section(found: dict[str, HeadRanks]) -> report.Section:
+    """Heads side by side: their ranks, spectra, divergences and mixtures."""
+    lines = [
+        f"{name}: rank {one.ranks.ranks[one.ranks.precision]:,} of at most "
+        f"{min(one.ranks.shape):,}, where a softmax of its width stops at "
+        f"{one.bound:,}; two contexts differ by {one.kl:.2f} nats on average."
+        for name, one in found.items()
+    ]
+    lines.append(
+        "Go by the tolerance of the precision the entries were computed in: a finer "
+        "one counts rounding, a coarser one overlooks. Rank is room, not quality."
+    )
+    numbers = {
+        name: one._asdict() | {"ranks": one.ranks._asdict()}
+        for name, one in found.items()
+    }
+    figures = [_draw_spectra(found)]
+    mixed = {name: one.mixing for name, one in found.items() if one.mixing}
+    if mixed:
+        figures.append(mixture.draw(mixed))
+        for name, one in mixed.items():
+            numbers[name] |= {"mixing": one._asdict()}
+    return report.Section("Rank", " ".join(lines), figures, numbers)
+
+
+def _draw_spectra(found):
+    figure = drawing.Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for name, (ranks, *_) in found.items():
+        (line,) = axes.loglog(
+            np.arange(1, len(ranks.sigma) + 1), ranks.sigma / ranks.sigma[0], label=name
+        )
+        tolerance = ranks.tolerances[ranks.precision] / ranks.sigma[0]
+        axes.axhline(tolerance, color=line.get_color(), linestyle=":")
+    axes.set(xlabel="index", ylabel="singular value over the largest", ylim=(1e-17, 2))
+    axes.legend()
+    reading = "A cliff is a bottleneck: below the dotted tolerance there is rounding."
+    return report.Figure("rank-spectrum", figure, reading)
+
+
+class _Gram:
+    """Outer products summed; singular values are roots of the sum's eigenvalues.
+
+    Rows wait until there are as many as columns: of fewer, the products between rows
+    make the smaller matrix.
+    """
+
+    def __init__(self):
+        self._waiting, self._rows, self._gram_VV = [], 0, None
+
+    def add(self, block_CV):
+        self._waiting.append(block_CV)
+        self._rows += len(block_CV)
+        if self._rows >= block_CV.shape[1]:
+            for block_CV in self._waiting:
+                part_VV = block_CV.T @ block_CV
+                if self._gram_VV is None:
+                    self._gram_VV = part_VV
+                else:
+                    self._gram_VV += part_VV
+            self._waiting = []
+
+    def sigma(self):
+        gram = self._gram_VV
+        if gram is None:
+            rows_RV = _arrays().concatenate(self._waiting)
+            gram = rows_RV @ rows_RV.T
+        square = np.asarray(_arrays().linalg.eigvalsh(gram))[::-1]
+        return np.sqrt(np.maximum(square, 0.0))
+
+
+class _Triangle:
+    """The R of a QR factorisation; rows wait until there are as many as columns."""
+
+    def __init__(self):
+        self._waiting, self._rows = [], 0
+
+    def add(self, block_CV):
+        self._waiting.append(block_CV)
+        self._rows += len(block_CV)
+        if self._rows >= 2 * block_CV.shape[1]:
+            self._reduce()
+
+    def sigma(self):
+        self._reduce()
+        return np.linalg.svd(np.asarray(self._waiting[0]), compute_uv=False)
+
+    def _reduce(self):
+        xp = _arrays()
+        self._waiting = [xp.linalg.qr(xp.concatenate(self._waiting), mode="r")]
+        self._rows = len(self._waiting[0])
+
+
+def _arrays():
+    """NumPy where there is no accelerator: its products with a transpose cost half."""
+    return np if jax.default_backend() == "cpu" else jnp
+
+
+def _tolerance(shape, sigma, precision):
+    return float(0.5 * np.sqrt(sum(shape) + 1) * sigma[0] * np.finfo(precision).eps)
+
+
+def _check(matrix):
+    finite = int((abs(matrix) < np.inf).sum())
+    if matrix.ndim != 2 or finite < matrix.size:
+        raise ValueError(
+            f"the matrix must be finite with two axes, got the shape {matrix.shape} "
+            f"with {matrix.size - finite} entries not finite."
+        )

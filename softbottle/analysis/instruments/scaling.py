@@ -1,0 +1,148 @@
+"""The scaling law a saturated model falls behind.
+
+    L(N, T) = A / N^alpha + B / T^beta + E
+
+for N parameters and T tokens. B, beta and E are kept as Godey et al. keep them; A and
+alpha are fitted to models large enough not to saturate, and the gap of a smaller one is
+how far its loss lies above the law.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import scipy.optimize
+
+from softbottle.analysis import drawing, report
+from softbottle.analysis.sources import arrays as arrays_lib
+from softbottle.data import vocab
+
+
+class Law(NamedTuple):
+    """L(N, T) = a / N^alpha + b / T^beta + e, for N parameters and T tokens."""
+
+    a: float
+    alpha: float
+    b: float = 410.7
+    beta: float = 0.28
+    e: float = 1.69
+
+    def loss(self, parameters: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """The loss the law predicts."""
+        parameters = arrays_lib.real("parameters", parameters)
+        tokens = arrays_lib.real("tokens", tokens)
+        size = self.a * parameters**-self.alpha
+        return size + self.b * tokens**-self.beta + self.e
+
+    def gap(self, parameters, tokens, loss) -> np.ndarray:
+        """How far a loss lies above the law, as a share of what it predicts."""
+        return arrays_lib.real("loss", loss) / self.loss(parameters, tokens) - 1
+
+
+PYTHIA = Law(119.09, 0.246)  # the fit of Godey et al. to the models from 410M up
+
+
+def fit(
+    parameters_M: np.ndarray,
+    tokens_M: np.ndarray,
+    loss_M: np.ndarray,
+    start: Law = PYTHIA,
+) -> Law:
+    """The law nearest to the losses: sum (log L - log loss)^2 least over a and alpha.
+
+    Args:
+        parameters_M: N of each model, two different ones or more.
+        tokens_M: T that it was trained on.
+        loss_M: that it reached, in nats.
+        start: where the search starts; its b, beta and e are kept.
+
+    Raises:
+        ValueError: if the arrays do not match or are not positive, or no fit is found.
+    """
+    named = {"parameters": parameters_M, "tokens": tokens_M, "loss": loss_M}
+    data = [arrays_lib.real(name, one) for name, one in named.items()]
+    bad = [one.shape for one in data if one.ndim != 1 or not np.all(one > 0)]
+    if bad or len({one.shape for one in data}) > 1 or len(np.unique(data[0])) < 2:
+        raise ValueError(
+            f"a law needs two sizes or more, with positive tokens and losses for each, "
+            f"got {[one.tolist() for one in data]}."
+        )
+
+    def law(theta):
+        return start._replace(a=float(np.exp(theta[0])), alpha=float(theta[1]))
+
+    found = scipy.optimize.least_squares(
+        lambda theta: np.log(law(theta).loss(*data[:2]) / data[2]),
+        (np.log(start.a), start.alpha),
+        xtol=1e-12,
+        ftol=1e-12,
+    )
+    if not found.success:
+        raise ValueError(f"no law fits: {found.message}")
+    return law(found.x)
+
+
+def of_models(
+    parameters_M: np.ndarray,
+    tokens_M: np.ndarray,
+    loss_M: np.ndarray,
+    names: Sequence[str] | None = None,
+    fitted_M: np.ndarray | None = None,
+) -> report.Section:
+    """The law of the models that do not saturate, and the gap of every one to it.
+
+    Args:
+        parameters_M, tokens_M, loss_M: as of `fit`.
+        names: of the models; their numbers of parameters if there are none.
+        fitted_M: which models the law is fitted to; by default the larger half.
+
+    Raises:
+        ValueError: as `fit`, or if there is not one of everything for each model.
+    """
+    data = (parameters_M, tokens_M, loss_M)
+    shapes = [np.shape(one) for one in data]
+    if len(shapes[0]) != 1 or len(set(shapes)) > 1:
+        raise ValueError(f"parameters, tokens and loss must be [M] each, got {shapes}.")
+    if names is None:
+        names = [f"{count:.3g}" for count in np.ravel(parameters_M)]
+    if fitted_M is None:
+        fitted_M = parameters_M >= np.median(parameters_M)
+    fitted_M = np.asarray(fitted_M, bool)
+    if not np.shape(names) == np.shape(fitted_M) == shapes[0]:
+        raise ValueError(
+            f"{np.size(parameters_M)} models need a name each and to be fitted or not, "
+            f"got {np.size(names)} and {np.size(fitted_M)}."
+        )
+    law = fit(*(np.asarray(one)[fitted_M] for one in data))
+    # Names come out of a file, and go to the terminal.
+    return section(law, [vocab.printable(str(name)) for name in names], *data)
+
+
+def section(
+    law: Law,
+    names: Sequence[str],
+    parameters_M: np.ndarray,
+    tokens_M: np.ndarray,
+    loss_M: np.ndarray,
+) -> report.Section:
+    """Models beside the law, with the gap of each."""
+    predicted_M = law.loss(parameters_M, tokens_M)
+    gap_M = law.gap(parameters_M, tokens_M, loss_M)
+    figure = drawing.Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    axes.loglog(parameters_M, loss_M, "o", label="measured")
+    axes.loglog(parameters_M, predicted_M, "_", markersize=16, label="the law")
+    axes.set(xlabel="parameters", ylabel="loss (nats)")
+    axes.legend()
+    gaps = ", ".join(f"{n} {gap:+.1%}" for n, gap in zip(names, gap_M, strict=True))
+    lines = (
+        f"The law is {law.a:.4g} / N^{law.alpha:.3f} + {law.b:.4g} / T^{law.beta:.2f} "
+        f"+ {law.e:.2f}. Above it (+) or below it (-): {gaps}."
+    )
+    reading = "A dot above its dash is a model that does worse than its size promises."
+    numbers = law._asdict() | {
+        "gaps": dict(zip(names, gap_M, strict=True)),
+        "predicted": dict(zip(names, predicted_M, strict=True)),
+    }
+    figures = [report.Figure("scaling-law", figure, reading)]
+    return report.Section("Scaling law", lines, figures, numbers)

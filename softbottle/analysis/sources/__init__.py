@@ -1,0 +1,1 @@
+"""Where states, tables and texts come from: runs, pretrained models, files."""

@@ -1,0 +1,86 @@
+"""The words of any text, for the instrument that needs no model.
+
+A corpus is a file, or all the files below a folder, plain, .gz or .xz. The most
+frequent words are kept, all others are one word. W-errors are compared over as many
+words of each text as the shortest has: a longer text has more contexts.
+"""
+
+import codecs
+import gzip
+import lzma
+import pathlib
+import zlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from softbottle.analysis.asked import USUAL, Asked
+from softbottle.analysis.instruments import ngram
+from softbottle.analysis.report import Section
+from softbottle.data import vocab as vocab_lib
+
+_OPENERS = {".gz": gzip.open, ".xz": lzma.open}
+_WORKERS = 2
+_DIMENSIONS = 512  # of a next-word matrix, unless told otherwise
+
+
+def words(path: pathlib.Path | str) -> np.ndarray:
+    """Numbers of a text's words, in the order of their first appearance.
+
+    Raises:
+        ValueError: if there are no words, or a file is no text.
+    """
+    path = pathlib.Path(path)
+    if not path.exists():
+        raise ValueError(f"the text {path} is neither a file nor a folder.")
+    files = sorted(one for one in path.rglob("*") if one.is_file())
+    files = [path] if path.is_file() else files
+    chunks = (vocab_lib.Chunk(_content(one), str(one), 1) for one in files)
+    numbering = vocab_lib.Numbering()
+    parts = [
+        numbering.number(one) for one in vocab_lib.numbered(chunks, False, _WORKERS)
+    ]
+    if not sum(map(len, parts)):
+        raise ValueError(f"there are no words in {path}.")
+    return np.concatenate(parts)
+
+
+def frequent(ids: np.ndarray, vocab: int) -> np.ndarray:
+    """Ids below `vocab`, the most frequent word first; the last stands for the rest."""
+    counts_V = np.bincount(ids)
+    place_V = np.empty(len(counts_V), np.int64)
+    place_V[np.argsort(-counts_V, kind="stable")] = np.arange(len(counts_V))
+    return np.minimum(place_V, vocab - 1)[ids]
+
+
+def section(
+    paths: Sequence[pathlib.Path | str], asked: Asked = USUAL, vocab: int = 10_000
+) -> Section:
+    """W-errors of several texts side by side, each named by its file or folder.
+
+    Raises:
+        ValueError: if two share a name, or one is shorter than the order.
+    """
+    names = [pathlib.Path(path).resolve().name for path in paths]
+    if len(set(names)) < len(names):
+        raise ValueError(f"the texts need different names, got {names}.")
+    texts = {name: words(path) for name, path in zip(names, paths, strict=True)}
+    length = min(map(len, texts.values()))
+    errors = {}
+    for name, ids in texts.items():
+        table = ngram.next_word(frequent(ids[:length], vocab), vocab, asked.order)
+        dimensions = min(asked.dimensions or _DIMENSIONS, *table.matrix_CV.shape)
+        errors[name] = ngram.w_error(table.matrix_CV, dimensions)
+    found = ngram.section(errors)
+    said = f" Of each text the first {length:,} words, {vocab:,} of them told apart."
+    return found._replace(
+        reading=found.reading + said, numbers=found.numbers | {"words": length}
+    )
+
+
+def _content(path):
+    try:
+        with _OPENERS.get(path.suffix, open)(path, "rb") as file:
+            return file.read().removeprefix(codecs.BOM_UTF8)
+    except (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error) as error:
+        raise ValueError(f"{path} is damaged or cut short: {error}") from error

@@ -1,0 +1,91 @@
+"""Objectives against each other over learning rates and seeds, on the templates.
+
+Every run is an ordinary run (trial.py) in a folder of its own, as in sweep.py, so a
+sweep that was interrupted goes on where it stopped. A row of the table is an objective
+at a learning rate, and has the range of every number over the seeds.
+"""
+
+import json
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+from softbottle import config as config_lib
+from softbottle.experiments import ambiguity, sweep
+
+PLACES = (2, 5, 10)  # the k of Acc@k that the table shows
+DISTRIBUTIONS = dict(
+    zip(ambiguity.NAMES, ("head alone", "head and cache", "cache alone"), strict=True)
+)
+
+
+def run(
+    config: config_lib.Config,
+    workdir: pathlib.Path | str,
+    objectives: Sequence[str],
+    rates: Sequence[float],
+    seeds: Sequence[int],
+) -> list[dict[str, Any]]:
+    """Train every objective at every learning rate with every seed.
+
+    A seed changes the lines as well as the model. `{seed}` in `train.init_from` stands
+    for it, so that each run starts from one that saw the same lines.
+
+    Returns:
+        A row for each objective and rate with the summaries of its seeds, also in
+        `workdir/objectives.json`; the table is printed and in `workdir/objectives.md`.
+
+    Raises:
+        ValueError: if the corpus is not the templates, which have the right answers.
+    """
+    if config.data.name != "templates":
+        raise ValueError(
+            f"objectives are compared on the templates, and data.name is "
+            f"{config.data.name!r}."
+        )
+    workdir, rows = pathlib.Path(workdir), []
+    for objective in objectives:
+        for rate in rates:
+            runs = []
+            for seed in seeds:
+                variant = config_lib.from_dict(config_lib.to_dict(config))
+                variant.cache.objective, variant.optim.learning_rate = objective, rate
+                variant.seed = variant.data.templates.seed = seed
+                start = variant.train.init_from.replace("{seed}", str(seed))
+                variant.train.init_from = start
+                folder = workdir / f"{objective}-{rate:g}-{seed}"
+                runs.append(sweep.trained(variant, folder))
+            rows.append({"objective": objective, "rate": rate, "runs": runs})
+    (workdir / "objectives.json").write_text(json.dumps(rows, indent=2))
+    (workdir / "objectives.md").write_text(table(rows) + "\n")
+    print(table(rows))
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The rows as a Markdown table; accuracies are in percent."""
+    titles = [f"{name}, Acc@{_joined(PLACES)}" for name in DISTRIBUTIONS.values()]
+    titles = ["objective", "rate", "seeds", *titles, "rank", "test perplexity"]
+    lines = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
+    for row in rows:
+        runs = row["runs"]
+        cells = [row["objective"], f"{row['rate']:g}", str(len(runs))]
+        for name in DISTRIBUTIONS:
+            fields = [f"{name}_acc@{k}" for k in PLACES]
+            cells.append(_joined(_range(runs, field, 100, 0) for field in fields))
+        ranked = [f"{name}_rank" for name in ambiguity.NAMES[:2]]
+        cells.append(_joined(_range(runs, field, 1, 0) for field in ranked))
+        cells.append(_range(runs, "test_perplexity", 1, 2))
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _range(runs, field, factor, digits):
+    """Lowest-highest over the runs, or one number where they print alike."""
+    values = [factor * summary[field] for summary in runs]
+    ends = [f"{value:.{digits}f}" for value in (min(values), max(values))]
+    return "-".join(dict.fromkeys(ends))
+
+
+def _joined(parts):
+    return " / ".join(str(part) for part in parts)

@@ -1,0 +1,101 @@
+"""A trained model beside the language it was trained on, where that is known."""
+
+import math
+import pathlib
+from typing import Any
+
+import numpy as np
+
+from softbottle import config as config_lib
+from softbottle.analysis import drawing
+from softbottle.analysis.instruments import rank
+from softbottle.data import synthetic
+from softbottle.data.vocab import Corpus
+from softbottle.training import evaluate, metrics
+from softbottle.training.state import Run
+
+POSITIONS = 8192  # of the test text, at which distributions are compared
+
+
+def summarise(run: Run, corpus: Corpus, workdir: pathlib.Path) -> dict[str, Any]:
+    """Divergence from the truth and ranks, and their picture in `workdir`.
+
+    Returns:
+        `true_perplexity` on the test text, `kl` to the truth in nats, the `rank` of
+        the learned log-probability matrix, the `softmax_rank_bound` of that width and
+        the `true_rank`.
+    """
+    truth = synthetic.language(run.config.data.synthetic)
+    log_q_TV, previous_T = evaluate.log_probs(
+        run.model, run.params, corpus.test, POSITIONS, run.config.data.eval_length
+    )
+    true_T = truth.log_p_VV[corpus.test[:-1], corpus.test[1:]]
+    learned = rank.spectrum(log_q_TV, np.float32)
+    true = rank.spectrum(truth.log_p_VV[previous_T], np.float64)
+    width = config_lib.context_dim(run.config)
+    summary = {
+        "true_perplexity": math.exp(-true_T.mean()),
+        "kl": synthetic.divergence(truth, previous_T, log_q_TV),
+        "rank": learned.rank,
+        "softmax_rank_bound": rank.softmax_bound(width),
+        "true_rank": true.rank,
+    }
+    figure = _draw(metrics.read(workdir), truth.entropy, learned, true, summary)
+    figure.save(workdir / "quickstart.png")
+    return summary
+
+
+def table(summaries: dict[str, dict[str, Any]]) -> str:
+    """Runs side by side as a small table of text."""
+    columns = (
+        ("d", "context_dim", "d"),
+        ("parameters", "parameters", ",d"),
+        ("test ppl", "test_perplexity", ".3f"),
+        ("true ppl", "true_perplexity", ".3f"),
+        ("KL (nats)", "kl", ".4f"),
+        ("rank", "rank", "d"),
+        ("softmax bound", "softmax_rank_bound", "d"),
+        ("true rank", "true_rank", "d"),
+        ("seconds", "seconds", ".1f"),
+    )
+    first = next(iter(summaries.values()))
+    columns = [column for column in columns if column[1] in first]
+    rows = [["head", *(title for title, _, _ in columns)]]
+    for name, summary in summaries.items():
+        rows.append([name, *(format(summary[key], how) for _, key, how in columns)])
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if index == 0 else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+
+
+def _draw(lines, entropy, learned, true, summary):
+    figure = drawing.Figure(figsize=(10, 4), layout="constrained")
+    loss, spectra = figure.subplots(1, 2)
+    # None, where a run was shorter than the distance between two reports.
+    told = [line for line in lines if "loss" in line]
+    steps, losses = ([line[name] for line in told] for name in ("step", "loss"))
+    loss.plot(steps, losses, label="training loss")
+    loss.axhline(entropy, color="black", linestyle="--", label="entropy of the truth")
+    loss.set(xlabel="step", ylabel="nats per word", title="Loss")
+    loss.legend()
+    for name, spectrum in (("learned", learned), ("true", true)):
+        sigma = spectrum.sigma / spectrum.sigma[0]
+        spectra.semilogy(np.arange(1, len(sigma) + 1), sigma, label=name)
+    bound = summary["softmax_rank_bound"]
+    spectra.axvline(
+        bound, color="grey", linestyle=":", label=f"softmax bound, rank {bound}"
+    )
+    spectra.set(
+        xlabel="index",
+        ylabel="singular value over the largest",
+        title=f"log P: rank {summary['rank']} learned, {summary['true_rank']} true",
+        ylim=(1e-9, 2),
+    )
+    spectra.legend()
+    return figure

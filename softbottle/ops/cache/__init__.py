@@ -1,0 +1,1 @@
+"""A cache of earlier states joined to a mixture, and its ranking loss."""

@@ -1,0 +1,1 @@
+"""The LSTM recurrence: see api.py."""

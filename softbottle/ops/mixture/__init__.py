@@ -1,0 +1,1 @@
+"""The mixture likelihood: see api.py."""

@@ -1,0 +1,177 @@
+"""Dynamic evaluation: a model that goes on learning from the text it is tested on.
+
+After a segment is scored, the parameters take one step (Krause et al., 2018)
+
+    p <- p + decay R (p_0 - p) - rate g / (MS + epsilon),
+    R  = min(MS / mean(MS), 1 / decay),    MS = sqrt(mean of g^2 over training batches),
+
+where p_0 are the trained parameters, g is the gradient of the segment's mean loss and
+mean(MS) is the mean over parameter arrays of their means. All dropout is off, weight
+drop too, both here and in the statistics.
+
+The settings follow the convention of the published code of 2018. An older one, used by
+the MoS code, does not divide the sum of squares by the number of batches and sums over
+parameter arrays instead of averaging; `from_sums` converts its numbers.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tqdm
+
+from softbottle.data import batches
+from softbottle.model import Model
+from softbottle.training.evaluate import Evaluation
+
+
+class Settings(NamedTuple):
+    """How fast it learns and forgets.
+
+    Attributes:
+        learning_rate: eta.
+        decay: lambda, the pull back to the trained parameters.
+        epsilon: added to MS.
+        length: words of a segment.
+        rows: rows of the batches that the statistics are taken from.
+    """
+
+    learning_rate: float = 5e-5
+    decay: float = 0.002
+    epsilon: float = 2e-5
+    length: int = 5
+    rows: int = 100
+
+
+DEFAULT = Settings()
+
+
+def from_sums(
+    learning_rate: float,
+    decay: float,
+    epsilon: float,
+    train: np.ndarray,
+    params: Any,
+    length: int = DEFAULT.length,
+) -> Settings:
+    """Settings given in the older convention of sums.
+
+    Args:
+        learning_rate, decay, epsilon: in that convention.
+        train: the text behind the statistics (PTB's makes 1,860 batches).
+        params: the model's (17 arrays for MoS).
+        length: words of a segment.
+    """
+    settings = DEFAULT._replace(length=length)
+    root = math.sqrt(_batch_count(train, settings))
+    arrays = len(jax.tree.leaves(params))
+    return settings._replace(
+        learning_rate=learning_rate / root,
+        decay=decay / arrays,
+        epsilon=epsilon / root,
+    )
+
+
+def root_mean_squares(
+    model: Model, params: Any, train: np.ndarray, settings: Settings
+) -> Any:
+    """sqrt(mean of g^2) of every parameter over training batches."""
+
+    @jax.jit
+    def add(params, sums, batch, carry):
+        grads, (_, carry) = jax.grad(_mean_nll, argnums=1, has_aux=True)(
+            model, params, batch, carry
+        )
+        return jax.tree.map(lambda total, g: total + jnp.square(g), sums, grads), carry
+
+    sums = jax.tree.map(jnp.zeros_like, params)
+    carry, count = model.initial_carry(settings.rows), 0
+    stream = batches.evaluation(train, settings.rows, settings.length)
+    total = _batch_count(train, settings)
+    for batch in tqdm.tqdm(stream, "gradient statistics", total, unit="batch"):
+        sums, carry = add(params, sums, batch, carry)
+        count += 1
+    return jax.tree.map(lambda total: jnp.sqrt(total / count), sums)
+
+
+def evaluate(
+    model: Model,
+    params: Any,
+    train: np.ndarray,
+    ids: np.ndarray,
+    settings: Settings = DEFAULT,
+) -> Evaluation:
+    """Score a text while learning from it; each segment before its own update.
+
+    Args:
+        model, params: the trained model.
+        train: training text, for the statistics.
+        ids: the text to score.
+        settings: see `Settings`.
+    """
+    scale = root_mean_squares(model, params, train, settings)
+    fixed = (params, _decay_rates(scale, settings.decay), scale)
+    run = _make_run(model, settings)
+    state, total, count = (params, model.initial_carry(1)), 0.0, 0
+    segments = math.ceil((len(ids) - 1) / settings.length)
+    with tqdm.tqdm(total=segments, desc="dynamic evaluation", unit="segment") as bar:
+        for stretch in _stretches(ids, settings.length):
+            state, totals = run(fixed, state, stretch)
+            total += float(np.sum(np.asarray(totals, np.float64)))
+            count += int(stretch.weights_BS.sum())
+            bar.update(len(totals))
+    return Evaluation(total, count)
+
+
+def _make_run(model, settings):
+    """A compiled scan over segments: (fixed, state, segments) -> (state, losses)."""
+
+    def update(p, grad, first, rate, ms):
+        pull = settings.decay * rate * (first - p)
+        return p + pull - settings.learning_rate * grad / (ms + settings.epsilon)
+
+    @jax.jit
+    def run(fixed, state, stretch):
+        def segment(state, batch):
+            params, carry = state
+            grads, (total, carry) = jax.grad(_mean_nll, argnums=1, has_aux=True)(
+                model, params, batch, carry
+            )
+            return (jax.tree.map(update, params, grads, *fixed), carry), total
+
+        return jax.lax.scan(segment, state, stretch)
+
+    return run
+
+
+def _batch_count(train, settings):
+    columns = math.ceil((len(train) - 1) / settings.rows)
+    return math.ceil(columns / settings.length)
+
+
+def _mean_nll(model, params, batch, carry):
+    nll_BS, carry = model.nll(params, batch, carry)
+    total = jnp.sum(nll_BS)
+    return total / jnp.maximum(jnp.sum(batch.weights_BS), 1.0), (total, carry)
+
+
+def _decay_rates(scale, decay):
+    means = [jnp.mean(ms) for ms in jax.tree.leaves(scale)]
+    mean = sum(means) / len(means)
+    most = 1 / decay if decay else math.inf
+    return jax.tree.map(lambda ms: jnp.minimum(ms / mean, most), scale)
+
+
+def _stretches(ids, length) -> Iterator[batches.Batch]:
+    """Segments stacked along a first axis, a thousand at a time, then the rest."""
+    waiting = []
+    for batch in batches.evaluation(ids, 1, length):
+        waiting.append(batch)
+        if len(waiting) == 1000:
+            yield jax.tree.map(lambda *parts: np.stack(parts), *waiting)
+            waiting = []
+    if waiting:
+        yield jax.tree.map(lambda *parts: np.stack(parts), *waiting)

@@ -1,0 +1,215 @@
+"""Text from a trained model, a word at a time.
+
+At temperature 1 with no truncation a word is drawn exactly from the mixture by its
+head. Otherwise the mixture's own log-probabilities are sharpened, log P / temperature,
+cut to the `top_k` most probable words and to the smallest set that holds `top_p` of
+the mass, and drawn from. With a cache the words are those of the head and of the text
+so far: every state is remembered, once, with the word that followed it.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from softbottle.data.batches import Batch
+from softbottle.heads.cache import given
+from softbottle.training.state import Run
+
+
+def generate(
+    run: Run,
+    prompt: np.ndarray,
+    tokens: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    cache: bool = False,
+    seed: int = 0,
+) -> Iterator[int]:
+    """Word ids that continue a prompt.
+
+    Args:
+        run: a trained model.
+        prompt: ids; an empty one stands for the end of a line.
+        tokens: how many words to make.
+        temperature: above 0; below 1 sharpens.
+        top_k: keep so many words; 0 keeps all.
+        top_p: keep the most probable words up to this mass.
+        cache: join the head with a cache of the prompt and of what was made.
+        seed: the same seed gives the same text.
+
+    Raises:
+        ValueError: if a setting is out of its range.
+    """
+    _check(run, tokens, temperature, top_k, top_p)
+    prompt = np.asarray(prompt if len(prompt) else [run.vocab.eos], np.int32)
+    draw = _drawer(run.model, temperature, top_k, top_p, cache)
+
+    @jax.jit
+    def next_word(params, hidden_1D, past, key):
+        return draw(params, hidden_1D, _memory(past), key)[0]
+
+    read = _recurrent if jax.tree.leaves(run.model.initial_carry(1)) else _whole
+    states = read(run, prompt, tokens)
+    hidden_CD = next(states)
+    past = _empty(len(prompt) + tokens, hidden_CD)
+    past = _remember(past, hidden_CD[:-1], prompt[1:])
+    keys = jax.random.split(jax.random.key(seed), tokens)
+    for index in range(tokens):
+        word = int(next_word(run.params, hidden_CD[-1:], past, keys[index]))
+        yield word
+        if index + 1 < tokens:
+            past = _remember(past, hidden_CD[-1:], np.asarray([word], np.int32))
+            hidden_CD = states.send(word)
+
+
+def make_continuer(
+    run: Run,
+    tokens: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    cache: bool = False,
+) -> Callable[[np.ndarray, int], np.ndarray]:
+    """A compiled `go_on(prompts_BP, seed) -> made_BN`: N = `tokens` words a prompt.
+
+    Prompts of one length are continued side by side, each a text of its own, with the
+    settings of `generate`. One loop on the device makes all the words; it reads the
+    text so far again for each, whatever the model.
+    """
+    _check(run, tokens, temperature, top_k, top_p)
+    model = run.model
+    draw = _drawer(model, temperature, top_k, top_p, cache)
+
+    @jax.jit
+    def loop(params, text_BS, keys):
+        rows, size = text_BS.shape
+        ones_BS, entries_M = jnp.ones_like(text_BS), jnp.arange(size)
+
+        def add(text_BS, step):
+            place, key = step
+            follow_BS = jnp.roll(text_BS, -1, axis=1)
+            batch = Batch(text_BS, follow_BS, ones_BS.astype(jnp.float32), ones_BS)
+            hidden_BSD, _ = model.hidden(params, batch, model.initial_carry(rows))
+            # The state before the new word is not in the cache: no word follows it yet.
+            seen_BM = jnp.broadcast_to((entries_M < place - 1)[None], text_BS.shape)
+            memory = given(hidden_BSD, follow_BS, seen_BM, positions=1)
+            word_B = draw(params, hidden_BSD[:, place - 1], memory, key)
+            return text_BS.at[:, place].set(word_B.astype(text_BS.dtype)), None
+
+        places = jnp.arange(size - tokens, size)
+        return jax.lax.scan(add, text_BS, (places, keys))[0][:, -tokens:]
+
+    def go_on(prompts_BP, seed):
+        text_BS = np.pad(prompts_BP.astype(np.int32), ((0, 0), (0, tokens)))
+        keys = jax.random.split(jax.random.key(seed), tokens)
+        return np.asarray(loop(run.params, text_BS, keys))
+
+    return go_on
+
+
+class _Past(NamedTuple):
+    """States and the words that followed them; the first `count` are real."""
+
+    states_MD: jax.Array
+    words_M: jax.Array
+    count: jax.Array
+
+
+def _empty(size, hidden_CD):
+    states_MD = jnp.zeros((size, hidden_CD.shape[-1]), hidden_CD.dtype)
+    return _Past(states_MD, jnp.zeros(size, jnp.int32), jnp.zeros((), jnp.int32))
+
+
+@jax.jit
+def _remember(past, states_CD, words_C):
+    return _Past(
+        jax.lax.dynamic_update_slice(past.states_MD, states_CD, (past.count, 0)),
+        jax.lax.dynamic_update_slice(past.words_M, words_C, (past.count,)),
+        past.count + len(words_C),
+    )
+
+
+def _memory(past):
+    seen_1M = (jnp.arange(len(past.words_M)) < past.count)[None]
+    return given(past.states_MD[None], past.words_M[None], seen_1M, positions=1)
+
+
+def _drawer(model, temperature, top_k, top_p, cache):
+    """draw(params, hidden_BD, memory, key) -> word_B; the memory is used with `cache`.
+
+    It may be compiled by the caller, who knows where the states come from.
+    """
+    exact = temperature == 1 and not top_k and top_p == 1
+
+    def draw(params, hidden_BD, memory, key):
+        output, options = model.output(params), model.options
+        head, states = model.head, (hidden_BD,)
+        if cache:
+            head, states = model.cached, (hidden_BD[:, None], memory)
+        if exact:
+            return head.sample(*output, *states, key, **options).reshape(-1)
+        log_p_BV = head.log_probs(*output, *states, **options)
+        log_p_BV = log_p_BV.reshape(len(hidden_BD), -1) / temperature
+        cut = functools.partial(truncated, top_k=top_k, top_p=top_p)
+        # The range of the default's noise is too small for words below 1e-7.
+        return jax.random.categorical(key, jax.vmap(cut)(log_p_BV), mode="high")
+
+    return draw
+
+
+def truncated(log_p_V: jax.Array, top_k: int, top_p: float) -> jax.Array:
+    """Log-probabilities with -inf outside the top k words and the top p of mass."""
+    log_p_V = jax.nn.log_softmax(log_p_V)
+    ordered_V = jnp.sort(log_p_V, descending=True)
+    before_V = jnp.cumsum(jnp.exp(ordered_V)) - jnp.exp(ordered_V)
+    # The word that crosses the mass still belongs to the set.
+    kept = jnp.sum(before_V < top_p) if top_p < 1 else log_p_V.shape[0]
+    kept = jnp.minimum(kept, top_k) if top_k else jnp.maximum(kept, 1)
+    return jnp.where(log_p_V >= ordered_V[kept - 1], log_p_V, -jnp.inf)
+
+
+def _recurrent(run, prompt, tokens):
+    """Hidden states of what is new, from a carry: the prompt, then word by word."""
+    del tokens
+    hidden = jax.jit(run.model.hidden)
+    carry, ids = run.model.initial_carry(1), prompt
+    while True:
+        hidden_BSD, carry = hidden(run.params, _batch(ids), carry)
+        ids = np.asarray([(yield hidden_BSD[0])], np.int32)
+
+
+def _whole(run, prompt, tokens):
+    """The same of a model without a carry, which reads the text so far again."""
+    hidden = jax.jit(run.model.hidden)
+    text, start, end = np.zeros(len(prompt) + tokens, np.int32), 0, len(prompt)
+    text[:end] = prompt
+    while True:
+        hidden_BSD, _ = hidden(run.params, _batch(text), ())
+        text[end] = yield hidden_BSD[0, start:end]
+        start, end = end, end + 1
+
+
+def _batch(ids):
+    ids_1S = np.asarray(ids, np.int32)[None]
+    ones_1S = np.ones_like(ids_1S)
+    return Batch(ids_1S, ids_1S, ones_1S.astype(np.float32), ones_1S)
+
+
+def _check(run, tokens, temperature, top_k, top_p):
+    if tokens < 1 or not temperature > 0 or not 0 < top_p <= 1:
+        raise ValueError(
+            "tokens must be at least 1, temperature positive and top_p in (0, 1]; got "
+            f"{tokens}, {temperature} and {top_p}."
+        )
+    if not 0 <= top_k <= len(run.vocab):
+        raise ValueError(
+            f"top_k must be between 0 and the vocabulary's {len(run.vocab)}, "
+            f"got {top_k}."
+        )

@@ -1,0 +1,389 @@
+"""Training: the loop that feeds the step.
+
+The key of a step is a function of (seed, step), the batch a function of the stream's
+position, and everything else is in the checkpoint, so a resumed run is the same run.
+The loop reads a step's metrics after the next step is under way, so that the device
+never waits for the host.
+"""
+
+import contextlib
+import dataclasses
+import json
+import math
+import pathlib
+import platform
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh
+
+from softbottle import config as config_lib
+from softbottle import distributed, files, sharding
+from softbottle import model as model_lib
+from softbottle.data import corpus as corpus_lib
+from softbottle.data import lines
+from softbottle.data.batches import Stream
+from softbottle.data.vocab import Corpus
+from softbottle.training import (
+    checkpoint,
+    evaluate,
+    lock,
+    metrics,
+    optim,
+    profiling,
+    stopping,
+)
+from softbottle.training import state as state_lib
+from softbottle.training import step as step_lib
+from softbottle.training.state import TrainState
+
+
+@dataclasses.dataclass
+class History:
+    """What the loop itself remembers; saved with every checkpoint."""
+
+    losses: list[float] = dataclasses.field(default_factory=list)  # validation
+    best: float = math.inf
+    evaluated: int = -1  # the step of the last validation
+    seconds: float = 0.0
+    window: tuple[float, float, int] = (0.0, 0.0, 0)  # metrics not yet reported
+    stopped: bool = False
+
+
+class Trainer(NamedTuple):
+    """The parts of a run that do not change."""
+
+    config: config_lib.Config
+    workdir: pathlib.Path
+    lock: lock.Lock | None
+    mesh: Mesh | None
+    corpus: Corpus
+    model: model_lib.Model
+    step: Callable[..., tuple[TrainState, dict[str, jax.Array]]]
+    evaluate: Callable[..., evaluate.Evaluation]
+    stream: Stream | lines.Lines
+    latest: checkpoint.Checkpoints
+    best: checkpoint.Checkpoints
+    series: checkpoint.Checkpoints | None
+
+
+class Ended(NamedTuple):
+    """A run that has come to its end.
+
+    Attributes:
+        run: its model with the best parameters, on one device.
+        corpus: its text.
+        workdir: its folder.
+        summary: what is to be written to `summary.json`.
+    """
+
+    run: state_lib.Run
+    corpus: Corpus
+    workdir: pathlib.Path
+    summary: dict[str, Any]
+
+
+AtEnd = Callable[[Ended], dict[str, Any] | None]
+
+
+def run(
+    config: config_lib.Config,
+    workdir: pathlib.Path | str,
+    at_end: AtEnd | None = None,
+) -> dict[str, Any]:
+    """Train a model, or go on training it, and sum it up.
+
+    Args:
+        config: a run's settings; validated and frozen here.
+        workdir: where checkpoints, metrics and the summary go. A run that is already
+            there is resumed.
+        at_end: called in every process when the training is done, for more entries of
+            the summary; None from it leaves the run unfinished.
+
+    Returns:
+        What `workdir/summary.json` holds; empty if the run was asked to stop early.
+
+    Raises:
+        ValueError: if the settings contradict themselves or the run in `workdir`, the
+            text is not the run's, or the model does not fit into memory.
+        lock.LockedError: if another process trains in `workdir`.
+        metrics.NonFiniteLossError: naming the step and the batch.
+        checkpoint.CheckpointError: if a checkpoint cannot be written or read.
+    """
+    config, workdir = config_lib.validate(config), pathlib.Path(workdir)
+    if jax.process_count() == 1:
+        return _train(config, workdir, at_end)
+    try:
+        return _train(config, workdir, at_end)
+    except BaseException as error:
+        distributed.exit_process(error)
+
+
+def _train(config, workdir, at_end):
+    # In a job its first process holds the folder for all of them.
+    alone = jax.process_index() == 0
+    with lock.Lock(workdir) if alone else contextlib.nullcontext() as held:
+        trainer = _prepare(config, workdir, held)
+        try:
+            state, history = _start(trainer)
+            state, history, finished = _loop(trainer, state, history)
+        except BaseException as error:
+            # Closing the checkpoints would wait for processes that are dead or at work.
+            if jax.process_count() > 1:
+                distributed.exit_process(error)
+            raise
+        finally:
+            for kept in (trainer.latest, trainer.best, trainer.series):
+                if kept is not None:
+                    kept.close()
+        if not finished:
+            return {}
+        return _finish(trainer, int(state.step), history, at_end)
+
+
+def _prepare(config, workdir, held):
+    mesh = sharding.make_mesh(config.mesh)
+    data, train = config.data, config.train
+    sharding.check_rows(mesh, data.rows, config.optim.accumulate)
+    corpus = corpus_lib.load(data)
+    model = model_lib.make(config, len(corpus.vocab), mesh)
+    tx = optim.make(config.optim)
+    step_lib.check_memory(config, model, tx, mesh)
+    # Last, so that a start that is refused leaves nothing for the next to agree with.
+    if jax.process_index() == 0:
+        text = corpus_lib.digest(corpus)
+        state_lib.write_run(workdir, config, corpus.vocab, text)
+    distributed.barrier("the run is written")
+    share = {
+        "process_index": jax.process_index(),
+        "process_count": jax.process_count(),
+    }
+    cached = config.cache.objective != "plain"
+    cut = lines.cut(data, corpus.vocab)
+    return Trainer(
+        config,
+        workdir,
+        held,
+        mesh,
+        corpus,
+        model,
+        step_lib.make_step(config, model, tx, mesh),
+        evaluate.make_evaluator(model, cached=cached, cut=cut, mesh=mesh),
+        lines.stream(data, corpus.vocab, corpus.train, config.seed, **share),
+        checkpoint.Checkpoints(workdir / "checkpoints", train.keep),
+        checkpoint.Checkpoints(workdir / "best", 1, required=False),
+        checkpoint.Checkpoints(workdir / "series", None, required=False)
+        if train.series
+        else None,
+    )
+
+
+def _start(trainer):
+    """The newest checkpoint's state and history, or those of a new run."""
+    config, mesh = trainer.config, trainer.mesh
+    state = step_lib.init_state(config, trainer.model, optim.make(config.optim), mesh)
+    history = History()
+    if trainer.latest.latest() is not None:
+        state, host = trainer.latest.restore(state)
+        trainer.stream.seek(host["position"])
+        history = History(**host["history"])
+    elif config.train.init_from:
+        start = state_lib.load_run(config.train.init_from, mesh=mesh)
+        state_lib.check_same_model(start, config, trainer.corpus.vocab)
+        placed = jax.tree.map(lambda leaf: leaf.sharding, state.opt_state)
+        init = jax.jit(optim.make(config.optim).init, out_shardings=placed)
+        state = state.replace(params=start.params, opt_state=init(start.params))
+    # What was kept after the step that we go on from will be met again.
+    for kept in (trainer.best, trainer.series):
+        if kept is not None:
+            kept.forget_after(int(state.step))
+    if (best := _best_loss(trainer)) != history.best:
+        # Damaged and put aside: an earlier one is the best so far, or none is.
+        history.best, history.evaluated = best, -1
+    if mesh is None:
+        # On one device from the start, or the second step would be compiled again.
+        state = jax.device_put(state, jax.devices()[0])
+    return state, history
+
+
+def _best_loss(trainer):
+    """The validation loss of the parameters that are kept as the best."""
+    step = trainer.best.latest()
+    if step is None:
+        return math.inf
+    host = checkpoint.read_host(trainer.workdir / "best", step)
+    return host.get("valid_loss", math.inf)
+
+
+def _loop(trainer, state, history):
+    """Step until the run's bound, a stop rule or a signal to stop."""
+    train, stream = trainer.config.train, trainer.stream
+    step, rows = int(state.step), trainer.config.data.rows
+    report = _report(trainer, step, history)
+    if step:
+        report.say(f"resumed from step {step:,}")
+    if _goes_on(train, step, stream.epoch, history) and jax.process_index() == 0:
+        # Of an earlier end; a job is finished only if the run that goes on now is.
+        (trainer.workdir / "summary.json").unlink(missing_ok=True)
+    # Processes of one machine would write the same files.
+    traced = train.profile_steps if jax.process_index() == 0 else 0
+    trace = profiling.Trace(trainer.workdir / "profile", step, traced, report.say)
+    with (
+        stopping.watch() as asked_to_stop,
+        contextlib.closing(report),
+        contextlib.closing(trace),
+    ):
+        while _goes_on(train, step, stream.epoch, history):
+            epoch, position = stream.epoch, stream.position
+            batch = sharding.to_mesh(trainer.mesh, stream.next(), rows)
+            state, measured = trainer.step(state, batch, stream.starts_epoch)
+            # Sent for together, and on their way while the next step runs.
+            for value in measured.values():
+                value.copy_to_host_async()
+            step += 1
+            report.add(step, position, measured)
+            trace.after(step, measured)
+            ended = stream.epoch > epoch and not train.eval_every
+            if ended or (train.eval_every and step % train.eval_every == 0):
+                report.settle()
+                loss = _validate(trainer, state, history, report)
+                state = _after_epoch(trainer, state, history, report, loss)
+            if train.series and _is_logarithmic(step):
+                report.settle()
+                trainer.series.save(step, state.params, {"step": step})
+            leaving = asked_to_stop(step)
+            if step % train.checkpoint_every == 0 or leaving:
+                report.settle()
+                _save(trainer, state, history, report)
+            if leaving:
+                report.say(f"asked to stop: saved at step {step:,}")
+                trainer.latest.wait()
+                return state, history, False
+        report.finish()
+        if history.evaluated != step:
+            _validate(trainer, state, history, report)
+        trainer.latest.wait()
+        if trainer.latest.latest() != step:
+            _save(trainer, state, history, report)
+    return state, history, True
+
+
+def _report(trainer, step, history):
+    config = trainer.config
+    start = {
+        "config": config_lib.to_dict(config),
+        "versions": {"python": platform.python_version(), "jax": jax.__version__},
+        "device": jax.devices()[0].device_kind,
+        "devices": 1 if trainer.mesh is None else trainer.mesh.size,
+    }
+    total = config.train.steps or config.train.epochs * trainer.stream.steps_per_epoch
+    writer = progress = metrics.Silence()
+    if jax.process_index() == 0:
+        # The checkpoint knows how many steps had no line yet.
+        logged = step - history.window[2]
+        writer = metrics.Writer(trainer.workdir, step, start, logged)
+        progress = metrics.Progress(total, step, config.head.name)
+    return metrics.Report(
+        writer,
+        progress,
+        config.train.log_every,
+        history.seconds,
+        history.window,
+    )
+
+
+def _goes_on(train, step, epoch, history):
+    if history.stopped or (train.steps and step >= train.steps):
+        return False
+    return not train.epochs or epoch < train.epochs
+
+
+def _validate(trainer, state, history, report):
+    """The validation loss; parameters that are the best so far are kept."""
+    data = trainer.config.data
+    params = optim.evaluation_params(state.opt_state, state.params)
+    loss = trainer.evaluate(
+        params, trainer.corpus.valid, data.eval_rows, data.eval_length
+    ).loss
+    step = history.evaluated = int(state.step)
+    if not math.isfinite(loss):
+        raise metrics.NonFiniteLossError(f"step {step}: validation loss {loss}.")
+    averaging = optim.is_averaging(state.opt_state)
+    report.evaluated(step, trainer.stream.epoch, loss, averaging)
+    if loss < history.best:
+        history.best = loss
+        _check_lock(trainer)
+        host = {"step": step, "valid_loss": loss}
+        # The last checkpoint's own best stays until another checkpoint is sealed.
+        trainer.latest.wait()
+        trainer.best.save(step, params, host, needed_at=trainer.latest.latest())
+    return loss
+
+
+def _after_epoch(trainer, state, history, report, loss):
+    """Begin to average, or stop, when the validation losses say so."""
+    config, epoch = trainer.config, trainer.stream.epoch
+    if not optim.is_averaging(state.opt_state) and optim.should_average(
+        config.optim, history.losses, loss, epoch
+    ):
+        report.say(f"averaging begins after epoch {epoch}")
+        state = state.replace(opt_state=optim.start_averaging(state.opt_state))
+    patience = config.train.stop_patience
+    history.stopped = bool(patience) and optim.no_better(history.losses, loss, patience)
+    history.losses.append(loss)
+    return state
+
+
+def _save(trainer, state, history, report):
+    history.seconds, history.window = report.seconds, report.window
+    host = {
+        "position": trainer.stream.position,
+        "history": dataclasses.asdict(history),
+    }
+    _check_lock(trainer)
+    # The history speaks of the best parameters, so they must be there first.
+    trainer.best.wait()
+    trainer.latest.save(int(state.step), state, host)
+
+
+def _check_lock(trainer):
+    if trainer.lock is not None:
+        trainer.lock.check()
+
+
+def _finish(trainer, step, history, at_end):
+    """Test the best parameters and write summary.json, the last of a run's files."""
+    config, workdir = trainer.config, trainer.workdir
+    best = state_lib.load_run(workdir, mesh=trainer.mesh)
+    data = config.data
+    test = trainer.evaluate(
+        best.params, trainer.corpus.test, data.test_rows, data.eval_length
+    )
+    vocab = len(trainer.corpus.vocab)
+    summary = {
+        "head": config.head.name,
+        "context_dim": config_lib.context_dim(config),
+        "steps": step,
+        "test_perplexity": test.perplexity,
+        "valid_perplexity": metrics.perplexity(history.best),
+        "parameters": model_lib.count_parameters(best.params, vocab),
+        "seconds": round(history.seconds, 3),
+    }
+    if at_end is not None:
+        if trainer.mesh is not None:
+            model = model_lib.make(config, vocab)
+            best = best._replace(model=model, params=sharding.gather(best.params))
+        more = at_end(Ended(best, trainer.corpus, workdir, summary))
+        if more is None:
+            return {}
+        summary |= more
+    if jax.process_index() == 0:
+        files.replace(workdir / "summary.json", json.dumps(summary, indent=2))
+    distributed.barrier("the summary is written")
+    return summary
+
+
+def _is_logarithmic(step):
+    """Whether a step is one of 1, 2, 4, 8, ..."""
+    return step & (step - 1) == 0

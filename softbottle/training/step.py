@@ -1,0 +1,182 @@
+"""One training step as a pure function, and the state that the first one takes.
+
+The key of a step is a function of (seed, step). On a mesh every array of the state has
+one place (sharding.py), before a step and after it, so that a step is compiled once.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from softbottle import config as config_lib
+from softbottle import model as model_lib
+from softbottle import sharding
+from softbottle.training import optim
+from softbottle.training.state import TrainState
+
+
+def make_step(
+    config: config_lib.Config,
+    model: model_lib.Model,
+    tx: optax.GradientTransformationExtraArgs,
+    mesh: Mesh | None = None,
+) -> Callable[..., tuple[TrainState, dict[str, jax.Array]]]:
+    """A compiled `step(state, batch, fresh) -> (state, metrics)`; `state` is donated.
+
+    `fresh` says that the batch begins an epoch, so that no carry fits it. The learning
+    rate is scaled by the batch's true length where lengths vary.
+    """
+    schedule = optim.learning_rate(config.optim)
+
+    def step(state, batch, fresh):
+        rows = batch.ids_BS.shape[0]
+        carry = jax.tree.map(
+            lambda first, last: jnp.where(fresh, first, last),
+            model.initial_carry(rows),
+            state.carry,
+        )
+        grads, loss, carry = _gradient(
+            model,
+            state.params,
+            batch,
+            carry,
+            jax.random.fold_in(jax.random.key(config.seed), state.step),
+            config.optim.accumulate,
+            mesh,
+        )
+        scale = 1.0
+        if config.data.variable:
+            true_length = jnp.max(jnp.sum(batch.weights_BS, axis=1))
+            scale = true_length / config.data.length
+        updates, opt_state = tx.update(
+            grads, state.opt_state, state.params, scale=scale
+        )
+        measured = {
+            "total": loss.total,
+            "count": loss.count,
+            "penalty": loss.penalty,
+            "grad_norm": optax.tree.norm(grads),
+            "learning_rate": schedule(state.step) * scale,
+        }
+        params = optax.apply_updates(state.params, updates)
+        return TrainState(state.step + 1, params, opt_state, carry), measured
+
+    if mesh is None:
+        return jax.jit(step, donate_argnums=0)
+    # Pinned, or the second step would find other shardings and be compiled again.
+    like = abstract_state(config, model, tx, mesh)
+    placed = jax.tree.map(lambda leaf: leaf.sharding, like)
+    return jax.jit(
+        step,
+        donate_argnums=0,
+        in_shardings=(placed, sharding.by_rows(mesh, 0), None),
+        out_shardings=(placed, sharding.everywhere(mesh, 0)),
+    )
+
+
+def init_state(
+    config: config_lib.Config,
+    model: model_lib.Model,
+    tx: optax.GradientTransformationExtraArgs,
+    mesh: Mesh | None = None,
+) -> TrainState:
+    """The state before the first step."""
+    build = _builder(config, model, tx)
+    # In one jit, so that no two of its arrays share a buffer: the step donates them.
+    if mesh is None:
+        return jax.jit(build)()
+    like = abstract_state(config, model, tx, mesh)
+    placed = jax.tree.map(lambda leaf: leaf.sharding, like)
+    return jax.jit(build, out_shardings=placed)()
+
+
+def abstract_state(
+    config: config_lib.Config,
+    model: model_lib.Model,
+    tx: optax.GradientTransformationExtraArgs,
+    mesh: Mesh,
+) -> TrainState:
+    """The shapes and places of the state's arrays on a mesh."""
+    shapes = jax.eval_shape(_builder(config, model, tx))
+    places = TrainState(
+        sharding.everywhere(mesh, shapes.step),
+        sharding.shardings(mesh, shapes.params),
+        sharding.shardings(mesh, shapes.opt_state),
+        sharding.by_rows(mesh, shapes.carry),
+    )
+    return sharding.with_shardings(shapes, places)
+
+
+def check_memory(
+    config: config_lib.Config,
+    model: model_lib.Model,
+    tx: optax.GradientTransformationExtraArgs,
+    mesh: Mesh | None,
+) -> None:
+    """Raise ValueError if parameters, gradient and optimiser alone do not fit.
+
+    Found from shapes, before anything is allocated. What a step needs beside them
+    (activations, blocks of logits) is not counted: launch/compile.py tells that.
+    """
+    if mesh is None:
+        like = jax.eval_shape(_builder(config, model, tx))
+    else:
+        like = abstract_state(config, model, tx, mesh)
+    sizes = [sharding.bytes_per_device(tree) for tree in (like.params, like.opt_state)]
+    needed, there = 2 * sizes[0] + sizes[1], sharding.device_memory(mesh)
+    if needed > there:
+        raise ValueError(
+            "the model does not fit: its parameters, their gradient and the "
+            f"optimiser's state take {needed / 2**30:,.1f} GiB per device, which has "
+            f"{there / 2**30:,.1f} GiB. Reduce head.components or the widths of model, "
+            "or share it among more devices (mesh.data, mesh.model)."
+        )
+
+
+def _builder(config, model, tx):
+    def build():
+        params = model.init(jax.random.fold_in(jax.random.key(config.seed), 2**31))
+        carry = model.initial_carry(config.data.rows)
+        return TrainState(jnp.zeros((), jnp.int32), params, tx.init(params), carry)
+
+    return build
+
+
+def _gradient(model, params, batch, carry, key, accumulate, mesh):
+    """Gradient of the mean loss, the batch's rows taken in `accumulate` parts."""
+    # A part's share of the whole, not its own count: it may be all padding.
+    share = jnp.sum(batch.weights_BS) / accumulate
+
+    def objective(params, batch, carry, key):
+        loss, carry = model.loss(params, batch, carry, key)
+        return loss.total / share + loss.penalty, (loss, carry)
+
+    differentiate = jax.grad(objective, has_aux=True)
+    if accumulate == 1:
+        grads, (loss, carry) = differentiate(params, batch, carry, key)
+        return grads, loss, carry
+
+    def split(array):
+        return array.reshape(accumulate, len(array) // accumulate, *array.shape[1:])
+
+    def add(sums, part):
+        batch, carry, key = part
+        grads, (loss, carry) = differentiate(params, batch, carry, key)
+        return jax.tree.map(jnp.add, sums, (grads, loss)), carry
+
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    sums = (zeros, model_lib.Loss(*jnp.zeros(3)))
+    parts = jax.tree.map(split, (batch, carry))
+    parts = sharding.constrain(mesh, parts, P(None, *sharding.ROWS))
+    parts = (*parts, jax.random.split(key, accumulate))
+    (grads, loss), carry = jax.lax.scan(add, sums, parts)
+    carry = jax.tree.map(
+        lambda array: array.reshape(array.shape[0] * array.shape[1], *array.shape[2:]),
+        carry,
+    )
+    grads = jax.tree.map(lambda leaf: leaf / accumulate, grads)
+    return grads, loss._replace(penalty=loss.penalty / accumulate), carry

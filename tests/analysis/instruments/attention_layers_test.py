@@ -1,0 +1,109 @@
+"""Attention by layer and head, on weights that are known."""
+
+import numpy as np
+import pytest
+
+from softbottle.analysis import report
+from softbottle.analysis.instruments import attention, attention_layers, normalisers
+
+LAYERS, STRETCHES, HEADS, LENGTH, DIM = 2, 3, 4, 31, 6
+
+
+def make_states(seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.normal(size=(STRETCHES * LENGTH, DIM)) for _ in range(LAYERS)]
+
+
+def random_logits(seed=1):
+    rng = np.random.default_rng(seed)
+    return 2 * rng.normal(size=(LAYERS, STRETCHES, HEADS, LENGTH))
+
+
+def test_a_head_on_one_token_and_a_head_on_all_have_their_spread():
+    logits_LWHS = np.zeros((LAYERS, STRETCHES, HEADS, LENGTH))
+    logits_LWHS[:, :, 0, 7] = 200.0
+    found = attention_layers.measure(logits_LWHS, make_states())
+    np.testing.assert_allclose(found.spread_LH[:, 0], 1 / LENGTH, rtol=1e-6)
+    np.testing.assert_allclose(found.spread_LH[:, 1:], 1.0, rtol=1e-6)
+    np.testing.assert_allclose(found.largest_LH[:, 0], 1.0)
+    np.testing.assert_allclose(found.largest_LH[:, 1:], 1 / LENGTH)
+
+
+def test_each_head_is_measured_on_the_states_that_enter_its_layer():
+    logits_LWHS, states = random_logits(), make_states()
+    found = attention_layers.measure(logits_LWHS, states)
+    inside_WH = []
+    for stretch in range(STRETCHES):
+        values_SD = states[1][stretch * LENGTH : (stretch + 1) * LENGTH]
+        values_SD = values_SD / np.linalg.norm(values_SD, axis=1, keepdims=True)
+        weights_HS = normalisers.softmax(logits_LWHS[1, stretch])
+        one = attention.selection(weights_HS, values_SD, attention_layers.SELECTED)
+        inside_WH.append(one.inside_R)
+    np.testing.assert_allclose(found.inside_LH[1], np.mean(inside_WH, axis=0))
+    assert np.all(found.tightness_LH <= 1) and np.all(found.tightness_LH > 0)
+
+
+def test_even_weights_look_blind_from_the_first_token_and_sharp_ones_do_not():
+    even = 1e-6 * random_logits()
+    assert attention_layers.measure(even, make_states()).critical_L.tolist() == [1, 1]
+    sharp = 5 * random_logits()
+    critical_L = attention_layers.measure(sharp, make_states()).critical_L
+    assert np.all((critical_L == 0) | (critical_L > 1))
+
+
+def test_a_constant_added_to_a_row_changes_nothing():
+    logits_LWHS, states = random_logits(), make_states()
+    moved = attention_layers.measure(logits_LWHS - 50, states)
+    for one, other in zip(
+        attention_layers.measure(logits_LWHS, states)[:-2], moved[:-2], strict=True
+    ):
+        np.testing.assert_allclose(one, other, rtol=1e-9)
+
+
+def test_every_normaliser_is_measured_on_the_same_logits():
+    logits_LWHS, states = random_logits(), make_states()
+    found = attention_layers.measure(logits_LWHS, states)
+    assert set(found.normalised) == set(normalisers.ALL)
+    softmax, sparsemax = (found.normalised[n] for n in ("softmax", "sparsemax"))
+    assert softmax["spread"] == pytest.approx(found.spread_LH.mean())
+    assert softmax["inside"] == pytest.approx(found.inside_LH.mean())
+    weights_LWHS = normalisers.sparsemax(logits_LWHS)
+    largest = np.mean(
+        [[row.max() for row in w.reshape(-1, LENGTH)] for w in weights_LWHS]
+    )
+    assert sparsemax["largest"] == pytest.approx(largest)
+    # Sharper weights: fewer tokens are read, and the largest weighs more.
+    assert sparsemax["spread"] < softmax["spread"]
+    assert sparsemax["largest"] > softmax["largest"]
+
+
+def test_the_middle_layer_s_heads_are_measured_in_full():
+    logits_LWHS, states = random_logits(), make_states()
+    found = attention_layers.measure(logits_LWHS, states).limits
+    values_SD = states[1][:LENGTH]
+    values_SD = values_SD / np.linalg.norm(values_SD, axis=1, keepdims=True)
+    alone = attention.survey(logits_LWHS[1, 0], values_SD)
+    assert set(found.selections) == set(normalisers.ALL)
+    assert found.critical == alone.critical and list(found.counts_N) == [
+        1,
+        2,
+        5,
+        10,
+        20,
+    ]
+    np.testing.assert_allclose(found.sensitivity_N, alone.sensitivity_N)
+    assert np.all(found.sensitivity_N <= 1 / (2 * found.temperatures_N))
+
+
+def test_the_section_names_each_model(tmp_path):
+    found = attention_layers.measure(random_logits(), make_states())
+    section = attention_layers.section({"one": found, "two": found})
+    assert "one: over 31 tokens" in section.reading and "two:" in section.reading
+    report.write(tmp_path, "Heads", [section])
+
+
+def test_shapes_that_disagree_are_errors():
+    with pytest.raises(ValueError, match="as many layers of states"):
+        attention_layers.measure(random_logits(), make_states()[:1])
+    with pytest.raises(ValueError, match="as many layers of states"):
+        attention_layers.measure(random_logits()[..., :5], make_states())

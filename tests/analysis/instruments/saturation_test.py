@@ -1,0 +1,214 @@
+"""Anisotropy, singular entropy, outliers and turning points."""
+
+import math
+
+import numpy as np
+import pytest
+
+from softbottle.analysis import report
+from softbottle.analysis.instruments import saturation
+
+
+def random_states(count=101, width=7, seed=0):
+    return np.random.default_rng(seed).standard_normal((count, width))
+
+
+def test_states_that_point_one_way_have_anisotropy_one():
+    one_D = np.array([1.0, -2.0, 0.5])
+    states_ND = np.arange(1, 6)[:, None] * one_D
+    assert saturation.anisotropy(states_ND) == pytest.approx(1, rel=1e-12)
+
+
+def test_orthogonal_states_have_anisotropy_zero_and_opposite_ones_less():
+    assert saturation.anisotropy(3 * np.eye(5)) == pytest.approx(0, abs=1e-12)
+    assert saturation.anisotropy(np.array([[2.0], [-3.0]])) == pytest.approx(-1)
+
+
+def test_random_states_are_nearly_isotropic():
+    assert abs(saturation.anisotropy(random_states(2003, 97))) < 1e-3
+
+
+def test_anisotropy_is_the_mean_cosine_of_different_states():
+    states_ND = 0.7 + random_states(13)
+    cosines = [
+        (a @ b) / (np.linalg.norm(a) * np.linalg.norm(b))
+        for i, a in enumerate(states_ND)
+        for j, b in enumerate(states_ND)
+        if i != j
+    ]
+    assert saturation.anisotropy(states_ND) == pytest.approx(np.mean(cosines))
+
+
+@pytest.mark.parametrize(
+    "states, why", [(np.eye(1, 3), "got 1"), (np.eye(3, 2), "1 of")]
+)
+def test_anisotropy_needs_two_states_that_are_not_zero(states, why):
+    with pytest.raises(ValueError, match=why):
+        saturation.anisotropy(states)
+
+
+def test_a_flat_spectrum_has_entropy_zero_and_one_direction_has_log_r():
+    orthogonal_VE, _ = np.linalg.qr(random_states(29, 5))
+    flat = saturation.head(4 * orthogonal_VE)
+    np.testing.assert_allclose(flat.sigma, 4)
+    assert flat.entropy == pytest.approx(0, abs=1e-12)
+    single = saturation.head(np.outer(np.arange(1, 30), np.arange(1, 6)))
+    assert single.entropy == pytest.approx(math.log(5), abs=1e-9)
+
+
+def test_singular_entropy_is_the_divergence_from_a_flat_spectrum():
+    found = saturation.head(np.diag([5.0, 3.0, 2.0]))
+    expected = sum(p * math.log(3 * p) for p in (0.5, 0.3, 0.2))
+    assert found.entropy == pytest.approx(expected)
+    with pytest.raises(ValueError, match=r"\(4, 3\) is zero"):
+        saturation.head(np.zeros((4, 3)))
+
+
+def test_kurtosis_of_two_values_a_normal_law_and_a_rare_spike():
+    assert saturation.kurtosis(np.array([-1.0, 1.0] * 8)) == pytest.approx(1)
+    normal = np.random.default_rng(0).standard_normal(200_000)
+    assert saturation.kurtosis(normal) == pytest.approx(3, abs=0.05)
+    # One of n: p = 1/n gives (1 - 3p + 3p^2) / (p (1 - p)).
+    p = 0.01
+    expected = (1 - 3 * p + 3 * p * p) / (p * (1 - p))
+    assert saturation.kurtosis(np.eye(1, 100)) == pytest.approx(expected)
+    with pytest.raises(ValueError, match="all 4 values are equal"):
+        saturation.kurtosis(np.ones(4))
+
+
+def test_a_large_dimension_is_the_outlier_of_its_layer():
+    plain_ND = random_states(211, 17)
+    spiked_ND = plain_ND.copy()
+    spiked_ND[:, 3] += 60
+    found = saturation.layers([plain_ND, spiked_ND])
+    assert found.outliers_L.tolist() == [0, 0]
+    # A constant one of 17 reaches sqrt(16) deviations; a few entries reach more.
+    spiked_ND = plain_ND.copy()
+    spiked_ND[:5, 3] += 60
+    found = saturation.layers([plain_ND, spiked_ND])
+    assert found.outliers_L.tolist() == [0, 1] and found.peak_LD[1].argmax() == 3
+    expected = abs(spiked_ND - spiked_ND.mean()).max() / spiked_ND.std()
+    assert found.peak_LD[1, 3] == pytest.approx(expected)
+    assert found.kurtosis_L[1] > 10 * found.kurtosis_L[0]
+    assert found.anisotropy_L[0] == saturation.anisotropy(plain_ND)
+
+
+def test_layers_of_different_positions_or_with_nan_are_refused():
+    with pytest.raises(ValueError, match=r"\(3, 2\), \(4, 2\)"):
+        saturation.layers([np.ones((3, 2)), np.ones((4, 2))])
+    with pytest.raises(ValueError, match="layer 1 .* 1 entries not finite"):
+        saturation.layers([np.eye(2), np.array([[np.nan, 1.0], [1.0, 0.0]])])
+    with pytest.raises(ValueError, match=r"the table .* \(3,\)"):
+        saturation.head(np.ones(3))
+
+
+def planted(step_M, turn, noise=0.0, seed=0, rise=0.5):
+    """A power law that turns at a step, and noise."""
+    fall_M = 2.5 + 20 * (1.0 + step_M) ** -0.35
+    rise_M = rise * np.maximum(np.log((1 + step_M) / (1 + turn)), 0)
+    random = np.random.default_rng(seed)
+    return fall_M + rise_M + noise * random.standard_normal(len(step_M))
+
+
+STEP_M = np.linspace(0, 143_000, 73)
+
+
+@pytest.mark.parametrize("turn", [40_000, 61_234, 90_000])
+def test_a_planted_turn_is_found_within_its_uncertainty(turn):
+    inside = 0
+    for seed in range(10):
+        found = saturation.turn(STEP_M, planted(STEP_M, turn, 0.01, seed), seed)
+        low, high = found.interval
+        assert found.turned and low <= found.step <= high < low + 0.4 * turn
+        inside += low <= turn <= high
+    assert inside >= 8
+
+
+def test_without_noise_the_turn_is_nearly_exact():
+    found = saturation.turn(STEP_M, planted(STEP_M, 61_234))
+    assert found.step == pytest.approx(61_234, rel=0.03)
+
+
+def test_more_noise_is_more_uncertainty():
+    widths = [
+        np.ptp(saturation.turn(STEP_M, planted(STEP_M, 61_234, noise)).interval)
+        for noise in (0.003, 0.03)
+    ]
+    assert widths[1] > 3 * widths[0]
+
+
+def test_a_curve_that_falls_to_its_end_does_not_turn():
+    found = saturation.turn(STEP_M, planted(STEP_M, 0, rise=0))
+    assert not found.turned and found.step == STEP_M[-1]
+
+
+def test_a_rise_that_quickens_is_no_turn():
+    rise_M = np.maximum(STEP_M - 90_000, 0) / 1e5 + STEP_M / 1e6
+    noise_M = 0.02 * np.random.default_rng(0).standard_normal(len(STEP_M))
+    assert not saturation.turn(STEP_M, rise_M + noise_M).turned
+
+
+def test_the_lag_is_the_difference_of_two_turns():
+    early, late = (
+        saturation.turn(STEP_M, planted(STEP_M, at, 0.005, at), at)
+        for at in (45_000, 80_000)
+    )
+    steps, (low, high) = saturation.lag(late, early)
+    assert steps == late.step - early.step and low <= 35_000 <= high
+    assert saturation.lag(early, late)[0] == -steps
+
+
+def test_curves_that_are_short_or_unordered_are_refused():
+    with pytest.raises(ValueError, match=r"9 points or more.*\(4,\)"):
+        saturation.turn(np.arange(4), np.arange(4))
+    with pytest.raises(ValueError, match="steps must rise"):
+        saturation.turn(np.arange(10)[::-1], np.arange(10))
+    with pytest.raises(ValueError, match="nan"):
+        saturation.turn(np.arange(10), np.full(10, np.nan))
+
+
+def make_checkpoints():
+    """Head and states collapse from step 600 on, the loss rises from 800 on."""
+    loss_M = planted(np.arange(0, 1600, 40.0), 800, rise=1.5)
+    for step, loss in zip(range(0, 1600, 40), loss_M, strict=True):
+        shape = 1 + 0.3 * abs(step - 600) / 600
+        table_VE = np.diag([shape, 1.0, 1.0])
+        drift = np.array([abs(step - 600) / 300, 0, 0])
+        balanced_ND = np.concatenate([random_states(53, 3), -random_states(53, 3)])
+        yield step, table_VE, balanced_ND + drift, loss
+
+
+def test_curves_measure_each_checkpoint_and_their_section_tells_the_order(tmp_path):
+    found = saturation.curves(make_checkpoints())
+    step, table_VE, states_ND, loss = list(make_checkpoints())[7]
+    assert (found.step_M[7], found.loss_M[7]) == (step, loss)
+    assert found.entropy_M[7] == saturation.head(table_VE).entropy
+    assert found.anisotropy_M[7] == saturation.anisotropy(states_ND)
+    short = saturation.Curves(*(one[:4] for one in found))
+    section = saturation.run_section({"long": found, "short": short})
+    assert "long: the loss" in section.reading
+    assert "the singular entropy is lowest at step 6" in section.reading
+    assert "short: 4 checkpoints are too few" in section.reading
+    lags = section.numbers["long"]["lags"]
+    assert set(lags) == {"loss after singular entropy", "loss after anisotropy"}
+    assert all(100 < steps < 300 for steps, _ in lags.values())
+    assert section.numbers["short"]["lags"] == {}
+    report.write(tmp_path, "Runs", [section])
+
+
+def test_layers_of_different_widths_have_no_peaks_where_they_have_no_dimensions():
+    wide, narrow = random_states(53, 7), random_states(53, 3)
+    found = saturation.layers([wide, narrow])
+    alone = saturation.layers([narrow])
+    np.testing.assert_array_equal(found.peak_LD[1, :3], alone.peak_LD[0])
+    assert np.isnan(found.peak_LD[1, 3:]).all() and np.isfinite(found.peak_LD[0]).all()
+    assert found.anisotropy_L[1] == alone.anisotropy_L[0]
+
+
+def test_the_section_of_models_names_each(tmp_path):
+    layers = saturation.layers([random_states(), random_states(seed=1)])
+    head = saturation.head(random_states(31))
+    section = saturation.section({"small": layers, "large": layers}, {"small": head})
+    assert "small: in its last layer" in section.reading
+    assert set(section.numbers) == {"small", "large", "small, head"}
+    report.write(tmp_path, "Models", [section])

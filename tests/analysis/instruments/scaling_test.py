@@ -1,0 +1,59 @@
+"""The scaling law: its formula, its fit and the gaps to it."""
+
+import numpy as np
+import pytest
+
+from softbottle.analysis import report
+from softbottle.analysis.instruments import scaling
+
+PARAMETERS_M = np.array([4.1e8, 1e9, 1.4e9, 2.8e9, 6.9e9, 1.2e10])
+TOKENS_M = np.array([3e11, 3e11, 2e11, 3e11, 1e11, 3e11])
+
+
+def test_a_law_is_its_formula():
+    law = scaling.Law(a=100.0, alpha=0.5, b=8.0, beta=1.0, e=1.5)
+    assert law.loss(1e4, 4.0) == pytest.approx(1.0 + 2.0 + 1.5)
+    assert law.gap(1e4, 4.0, 4.95) == pytest.approx(0.1)
+    assert tuple(scaling.PYTHIA) == (119.09, 0.246, 410.7, 0.28, 1.69)
+
+
+@pytest.mark.parametrize("a, alpha", [(119.09, 0.246), (40.0, 0.2), (900.0, 0.37)])
+def test_a_planted_law_is_recovered(a, alpha):
+    truth = scaling.Law(a, alpha)
+    found = scaling.fit(PARAMETERS_M, TOKENS_M, truth.loss(PARAMETERS_M, TOKENS_M))
+    assert found.a == pytest.approx(a, rel=1e-4)
+    assert found.alpha == pytest.approx(alpha, rel=1e-5)
+    assert (found.b, found.beta, found.e) == (410.7, 0.28, 1.69)
+
+
+def test_a_law_under_noise_is_recovered_to_the_noise():
+    noise_M = np.exp(0.002 * np.random.default_rng(0).standard_normal(6))
+    loss_M = scaling.PYTHIA.loss(PARAMETERS_M, TOKENS_M) * noise_M
+    found = scaling.fit(PARAMETERS_M, TOKENS_M, loss_M)
+    assert found.alpha == pytest.approx(0.246, abs=0.02)
+    gap_M = found.gap(PARAMETERS_M, TOKENS_M, loss_M)
+    assert abs(gap_M).max() < 0.006
+
+
+def test_the_section_of_a_law_names_each_gap(tmp_path):
+    loss = 1.08 * scaling.PYTHIA.loss(7e7, 3e11)
+    section = scaling.section(scaling.PYTHIA, ["70M"], [7e7], [3e11], [loss])
+    assert "70M +8.0%" in section.reading
+    report.write(tmp_path, "A law", [section])
+
+
+def test_a_law_needs_two_sizes_and_positive_numbers():
+    with pytest.raises(ValueError, match="two sizes or more"):
+        scaling.fit([1e9, 1e9], [1e11, 1e11], [2.0, 2.1])
+    with pytest.raises(ValueError, match="-2.0"):
+        scaling.fit([1e8, 1e9], [1e11, 1e11], [2.0, -2.0])
+    with pytest.raises(ValueError, match="nan"):
+        scaling.fit([1e8, 1e9], [1e11, 1e11], [2.0, np.nan])
+
+
+def test_control_characters_of_names_are_shown_and_not_obeyed():
+    sizes = np.array([1e7, 3e7, 1e9, 3e9])
+    losses = np.array([3.0, 2.8, 2.5, 2.4])
+    names = ["\x1b[2J", "b", "c", "d"]
+    section = scaling.of_models(sizes, np.full(4, 1e11), losses, names)
+    assert "\x1b" not in section.reading and r"\x1b[2J" in section.reading

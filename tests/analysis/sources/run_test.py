@@ -1,0 +1,147 @@
+"""Inner states of our own runs, and the walk along a run's checkpoints."""
+
+import jax
+import numpy as np
+import pytest
+
+from softbottle import config as config_lib
+from softbottle import model
+from softbottle.analysis import inspection
+from softbottle.analysis.instruments import attention_layers
+from softbottle.analysis.sources import run as training
+from softbottle.data import corpus
+from softbottle.training import checkpoint, evaluate, state
+from tests import tiny
+
+VOCAB, LENGTH = 13, 8
+IDS = np.random.default_rng(0).integers(0, VOCAB, 3 * LENGTH + 4)
+
+
+def make_config(backbone, layers):
+    return tiny.make_softmax(
+        backbone,
+        8,
+        data__synthetic__words=VOCAB,
+        data__synthetic__train_tokens=900,
+        data__synthetic__eval_tokens=300,
+        data__eval_length=LENGTH,
+        model__hidden_dim=12,
+        model__layers=layers,
+        model__attention_heads=2,
+        model__scan_layers=True,
+    )
+
+
+def make_run(backbone, layers=2):
+    return tiny.make_run(make_config(backbone, layers), tiny.make_words(VOCAB))
+
+
+def test_every_layer_of_an_lstm_is_seen_and_its_state_carries_over():
+    run = make_run("awd_lstm")
+    found = training.inner(run, IDS)
+    widths = [one.shape for one in found.states]
+    assert widths == [(3 * LENGTH, width) for width in (8, 12, 8)]
+    assert found.logits_LWHS is None
+    expected_SI = np.asarray(run.params["table_VE"], np.float64)[IDS[: 3 * LENGTH]]
+    np.testing.assert_allclose(found.states[0], expected_SI, rtol=1e-6)
+    for depth in range(2):
+        expected_SI = lstm(expected_SI, run.params["backbone"][f"layer_{depth}"])
+        np.testing.assert_allclose(
+            found.states[depth + 1], expected_SI, rtol=1e-4, atol=1e-6
+        )
+
+
+def lstm(inputs_SI, params):
+    """One layer, position by position, in float64."""
+    p = {name: np.asarray(array, np.float64) for name, array in params.items()}
+    size = len(p["recurrent_HG"])
+    hidden, cell, outputs = np.zeros(size), np.zeros(size), []
+    for x in inputs_SI:
+        gates = x @ p["input_IG"] + hidden @ p["recurrent_HG"]
+        gates = np.split(gates + p["input_bias_G"] + p["recurrent_bias_G"], 4)
+        i, f, o = (1 / (1 + np.exp(-gates[at])) for at in (0, 1, 3))
+        cell = f * cell + i * np.tanh(gates[2])
+        hidden = o * np.tanh(cell)
+        outputs.append(hidden)
+    return np.array(outputs)
+
+
+def test_every_layer_of_a_transformer_is_seen_with_its_attention():
+    run = make_run("transformer")
+    found = training.inner(run, IDS)
+    assert [one.shape[1] for one in found.states] == [8, 12, 8]
+    assert found.logits_LWHS.shape == (2, 3, 2, LENGTH)
+    # What the head reads is what evaluation reads, stretch by stretch.
+    ((last_CD, _, _),) = evaluate.states(run.model, run.params, IDS, 1, LENGTH)
+    middle = slice(LENGTH, 2 * LENGTH)
+    np.testing.assert_allclose(
+        found.states[-1], last_CD[: 3 * LENGTH], rtol=1e-4, atol=1e-5
+    )
+    blocks = run.params["backbone"]["blocks"]
+    expected = last_logits(
+        found.states[1][middle], jax.tree.map(lambda a: a[1], blocks)
+    )
+    np.testing.assert_allclose(found.logits_LWHS[1, 1], expected, rtol=1e-3, atol=1e-4)
+    attention_layers.measure(found.logits_LWHS, found.states[:2])
+
+
+def last_logits(states_SD, params):
+    """Attention logits [N, S] of the last position, in float64 and complex numbers."""
+    p = {name: np.asarray(array, np.float64) for name, array in params.items()}
+    rms_S1 = np.sqrt(np.mean(states_SD**2, axis=1, keepdims=True) + 1e-6)
+    y_SD = states_SD / rms_S1 * p["attention_scale_LD"]
+    turned = []
+    for name in ("query_LDNH", "key_LDNH"):
+        x_SNH = np.einsum("sd,dnh->snh", y_SD, p[name])
+        half = x_SNH.shape[-1] // 2
+        z_SNH = x_SNH[..., :half] + 1j * x_SNH[..., half:]
+        angle_SH = np.arange(len(y_SD))[:, None] * 1e4 ** (-np.arange(half) / half)
+        turned.append(z_SNH * np.exp(1j * angle_SH)[:, None])
+    query_SNH, key_SNH = turned
+    logits_NS = np.einsum("nh,snh->ns", query_SNH[-1].conj(), key_SNH).real
+    return logits_NS / np.sqrt(2 * half)
+
+
+@pytest.fixture(scope="module")
+def workdir(tmp_path_factory):
+    """A run as training leaves it, of other random parameters at each step."""
+    path = tmp_path_factory.mktemp("runs") / "series"
+    config = config_lib.validate(make_config("window", layers=1))
+    vocab = corpus.load(config.data).vocab
+    state.write_run(path, config, vocab)
+    init = jax.jit(model.make(config, VOCAB).init)
+    for folder, steps in (("series", (1, 2, 4)), ("best", (2,))):
+        kept = checkpoint.Checkpoints(path / folder, None)
+        for step in steps:
+            kept.save(step, init(jax.random.key(step)), {"step": step})
+        kept.close()
+    return path
+
+
+def test_the_walk_meets_every_checkpoint_of_the_series_in_order(workdir):
+    assert training.steps(workdir) == [1, 2, 4]
+    run = state.load_run(workdir, "float32")
+    found = list(training.checkpoints(workdir, run, IDS))
+    assert [step for step, *_ in found] == [1, 2, 4]
+    tables = [table_VE for _, table_VE, _, _ in found]
+    assert not np.allclose(tables[0], tables[1])
+    _, table_VE, states_ND, loss = found[1]
+    assert run.step == 2
+    np.testing.assert_array_equal(table_VE, run.model.output(run.params)[1][:VOCAB])
+    np.testing.assert_array_equal(states_ND, training.inner(run, IDS).states[-1])
+    score = evaluate.make_evaluator(run.model)
+    assert loss == pytest.approx(score(run.params, IDS, 1, LENGTH).loss, rel=1e-6)
+
+
+def test_the_report_has_the_run_s_curves_and_its_inner_layers(workdir):
+    instruments = ["saturation", "training", "attention"]
+    layers, curves = inspection.of_runs([workdir], instruments, positions=50)
+    assert len(layers.numbers["series"]["anisotropy_L"]) == 2
+    assert curves.numbers["series"]["step_M"].tolist() == [1, 2, 4]
+    assert "3 checkpoints are too few" in curves.reading
+
+
+def test_a_run_without_a_series_has_no_steps(tmp_path):
+    assert training.steps(tmp_path) == []
+    with pytest.raises(ValueError, match="two words"):
+        training.inner(make_run("window"), IDS[:1])

@@ -1,0 +1,259 @@
+import operator
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from softbottle.ops.lstm import api as lstm
+
+SIZES = (5, 7, 11, 3)  # inputs, then three layers
+STEPS, ROWS = 13, 3
+EVERYWHERE = ("scan", "wavefront")  # lstm_gpu_test.py has the third
+
+
+@pytest.fixture(autouse=True)
+def _strict():
+    with (
+        jax.numpy_dtype_promotion("strict"),
+        jax.numpy_rank_promotion("raise"),
+    ):
+        yield
+
+
+def make_problem(dtype=np.float32, sizes=SIZES, steps=STEPS, rows=ROWS, seed=0):
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape):
+        return jnp.asarray(0.4 * rng.normal(size=shape), dtype)
+
+    layers = [
+        lstm.Weights(normal(i, 4 * h), normal(h, 4 * h), normal(4 * h), normal(4 * h))
+        for i, h in zip(sizes[:-1], sizes[1:], strict=True)
+    ]
+    carries = [lstm.Carry(normal(rows, h), normal(rows, h)) for h in sizes[1:]]
+    masks = [
+        jnp.asarray(rng.integers(0, 2, (rows, h)) / 0.7, dtype) for h in sizes[1:-1]
+    ]
+    return normal(steps, rows, sizes[0]), carries, layers, masks
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def numpy_layer(inputs_SBI, carry, weights):
+    """Torch's formulas, one row, one position and one gate at a time."""
+    size = carry.hidden_BH.shape[1]
+    hidden_BH, cell_BH = np.array(carry.hidden_BH), np.array(carry.cell_BH)
+    outputs = []
+    for inputs_BI in np.asarray(inputs_SBI):
+        for row, inputs_I in enumerate(inputs_BI):
+            gate = {}
+            for order, name in enumerate("ifgo"):
+                cut = slice(order * size, (order + 1) * size)
+                gate[name] = (
+                    inputs_I @ np.asarray(weights.input_IG)[:, cut]
+                    + np.asarray(weights.input_bias_G)[cut]
+                    + hidden_BH[row] @ np.asarray(weights.recurrent_HG)[:, cut]
+                    + np.asarray(weights.recurrent_bias_G)[cut]
+                )
+            cell_BH[row] *= sigmoid(gate["f"])
+            cell_BH[row] += sigmoid(gate["i"]) * np.tanh(gate["g"])
+            hidden_BH[row] = sigmoid(gate["o"]) * np.tanh(cell_BH[row])
+        outputs.append(hidden_BH.copy())
+    return np.stack(outputs), lstm.Carry(hidden_BH, cell_BH)
+
+
+def plain_stack(inputs_SBI, carries, layers, masks):
+    """A scan by the book, for `jax.grad` to differentiate."""
+    finals = []
+    for index, (carry, weights) in enumerate(zip(carries, layers, strict=True)):
+
+        def step(state, inputs_BI, weights=weights):
+            z_BG = inputs_BI @ weights.input_IG + state[0] @ weights.recurrent_HG
+            z_BG += (weights.input_bias_G + weights.recurrent_bias_G)[None]
+            i, f, g, o = jnp.split(z_BG, 4, axis=1)
+            cell_BH = jax.nn.sigmoid(f) * state[1] + jax.nn.sigmoid(i) * jnp.tanh(g)
+            hidden_BH = jax.nn.sigmoid(o) * jnp.tanh(cell_BH)
+            return lstm.Carry(hidden_BH, cell_BH), hidden_BH
+
+        final, outputs_SBH = jax.lax.scan(step, carry, inputs_SBI)
+        finals.append(final)
+        inputs_SBI = outputs_SBH
+        if index < len(masks):
+            inputs_SBI = outputs_SBH * masks[index][None]
+    return outputs_SBH, tuple(finals)
+
+
+def scalar(outputs):
+    """Mix every output and every final state into one number, unevenly."""
+    leaves = jax.tree.leaves(outputs)
+    return sum(jnp.sum(jnp.sin((n + 1) * leaf)) for n, leaf in enumerate(leaves))
+
+
+def value_and_grads(run, *arguments):
+    loss = jax.value_and_grad(lambda *a: scalar(run(*a)), argnums=(0, 1, 2))
+    return jax.jit(loss)(*arguments)
+
+
+def test_one_layer_equals_the_formulas_of_pytorch():
+    inputs_SBI, (carry, *_), (weights, *_), _ = make_problem()
+    chex.assert_trees_all_close(
+        lstm.lstm(inputs_SBI, carry, weights),
+        numpy_layer(inputs_SBI, carry, weights),
+        rtol=1e-5,
+        atol=1e-6,
+    )
+
+
+@pytest.mark.parametrize(
+    "dtype, tolerance, depth, unroll",
+    [("float32", 1e-5, 3, 1), ("float64", 1e-10, 2, 2)],
+)
+def test_both_forms_equal_a_differentiated_scan(dtype, tolerance, depth, unroll):
+    with jax.enable_x64(dtype == "float64"):
+        *arguments, masks = make_problem(dtype, SIZES[: depth + 1])
+        expected = value_and_grads(lambda *a: plain_stack(*a, masks), *arguments)
+        for implementation in EVERYWHERE:
+            options = {"implementation": implementation, "unroll": unroll}
+            ours = value_and_grads(
+                lambda *a, o=options: lstm.stack(*a, masks, **o), *arguments
+            )
+            chex.assert_trees_all_close(
+                ours, expected, rtol=tolerance, atol=10 * tolerance
+            )
+
+
+def test_gradients_agree_with_finite_differences():
+    with jax.enable_x64(True):
+        *arguments, masks = make_problem("float64", (2, 3, 2), 4, 2)
+        run = jax.jit(
+            lambda *a: scalar(lstm.stack(*a, masks, implementation="wavefront"))
+        )
+        chex.assert_numerical_grads(
+            run, tuple(arguments), order=1, modes=("rev",), atol=1e-6
+        )
+
+
+def plain_rows(lengths, masks, inputs_SBI, carries, layers):
+    """Every row on its own, without its padding."""
+    rows = []
+    for row, length in enumerate(lengths):
+        states, factors = jax.tree.map(
+            operator.itemgetter(slice(row, row + 1)), (carries, masks)
+        )
+        part_SBI = inputs_SBI[:length, row][:, None]
+        outputs_SBH, finals = plain_stack(part_SBI, states, layers, factors)
+        padding = ((0, len(inputs_SBI) - length), (0, 0), (0, 0))
+        rows.append((jnp.pad(outputs_SBH, padding), finals))
+    outputs_SBH = jnp.concatenate([row[0] for row in rows], axis=1)
+    finals = jax.tree.map(lambda *a: jnp.concatenate(a), *[row[1] for row in rows])
+    return outputs_SBH, finals
+
+
+def test_padding_changes_neither_state_nor_gradient():
+    *arguments, masks = make_problem(sizes=SIZES[:3], rows=2)
+    lengths = (STEPS, 6)
+    valid_SB = jnp.arange(STEPS)[:, None] < jnp.array(lengths)[None]
+    expected = value_and_grads(lambda *a: plain_rows(lengths, masks, *a), *arguments)
+    for implementation in EVERYWHERE:
+        ours = value_and_grads(
+            lambda *a, i=implementation: lstm.stack(
+                *a, masks, valid_SB, implementation=i
+            ),
+            *arguments,
+        )
+        chex.assert_trees_all_close(ours, expected, rtol=1e-5, atol=1e-4)
+        input_bar_SBI = np.asarray(ours[1][0])
+        assert not np.any(input_bar_SBI[~np.asarray(valid_SB)])
+
+
+@pytest.mark.parametrize("implementation", EVERYWHERE)
+def test_a_row_of_padding_keeps_its_state_to_the_bit(implementation):
+    inputs_SBI, carries, layers, masks = make_problem(sizes=SIZES[:3])
+    valid_SB = jnp.arange(ROWS)[None] != jnp.ones((STEPS, 1), int)
+    outputs_SBH, finals = lstm.stack(
+        inputs_SBI, carries, layers, masks, valid_SB, implementation=implementation
+    )
+    row = jax.tree.map(lambda leaf: leaf[1], (finals, tuple(carries)))
+    chex.assert_trees_all_equal(*row)
+    assert not np.any(outputs_SBH[:, 1])
+
+
+@pytest.mark.parametrize("implementation", EVERYWHERE)
+def test_two_halves_equal_the_whole(implementation):
+    inputs_SBI, carries, layers, masks = make_problem(sizes=SIZES[:3])
+
+    @jax.jit
+    def run(inputs_SBI, carries):
+        return lstm.stack(
+            inputs_SBI, carries, layers, masks, implementation=implementation
+        )
+
+    whole_SBH, whole = run(inputs_SBI, carries)
+    first_SBH, middle = run(inputs_SBI[:5], carries)
+    second_SBH, last = run(inputs_SBI[5:], middle)
+    halves_SBH = jnp.concatenate([first_SBH, second_SBH])
+    chex.assert_trees_all_close((halves_SBH, last), (whole_SBH, whole), atol=1e-6)
+
+
+def test_bfloat16_products_stay_near_float32_and_keep_every_dtype():
+    *arguments, masks = make_problem(sizes=SIZES[:3])
+    exact, rounded = (
+        value_and_grads(
+            lambda *a, d=dtype: lstm.stack(
+                *a, masks, implementation="wavefront", compute_dtype=d
+            ),
+            *arguments,
+        )
+        for dtype in ("float32", "bfloat16")
+    )
+    chex.assert_trees_all_equal_shapes_and_dtypes(rounded, exact)
+    for ours, theirs in zip(*map(jax.tree.leaves, (rounded, exact)), strict=True):
+        error = np.linalg.norm(np.ravel(ours - theirs))
+        assert 0 < error < 0.03 * np.linalg.norm(np.ravel(theirs))
+
+
+@pytest.mark.parametrize("implementation", EVERYWHERE)
+def test_weight_gradients_are_not_accumulated_in_the_loop(implementation):
+    inputs_SBI, carries, layers, masks = make_problem(sizes=SIZES[:3])
+
+    def run(layers):
+        return scalar(
+            lstm.stack(
+                inputs_SBI, carries, layers, masks, implementation=implementation
+            )
+        )
+
+    results = [
+        variable.aval.shape
+        for equation in jax.make_jaxpr(jax.grad(run))(layers).eqns
+        if equation.primitive.name == "scan"
+        for variable in equation.outvars
+    ]
+    # States and gates end in [B, H] or [B, G]; a weight would end in [H, G].
+    assert {shape[-2] for shape in results} == {ROWS}
+
+
+def test_masked_recurrent_weights_get_masked_gradients():
+    inputs_SBI, (carry, *_), (weights, *_), _ = make_problem()
+    mask_HG = jnp.asarray(np.arange(7 * 28).reshape(7, 28) % 3 == 0, jnp.float32)
+
+    def run(recurrent_HG):
+        dropped = weights._replace(recurrent_HG=recurrent_HG * mask_HG)
+        return scalar(lstm.lstm(inputs_SBI, carry, dropped))
+
+    bar_HG = jax.grad(run)(weights.recurrent_HG)
+    np.testing.assert_array_equal(np.asarray(bar_HG) != 0, np.asarray(mask_HG) != 0)
+
+
+def test_wrong_arguments_are_named():
+    inputs_SBI, carries, layers, masks = make_problem()
+    with pytest.raises(ValueError, match="'loop'"):
+        lstm.stack(inputs_SBI, carries, layers, implementation="loop")
+    with pytest.raises(ValueError, match="take 3 states, got 2"):
+        lstm.stack(inputs_SBI, carries[1:], layers)
+    with pytest.raises(ValueError, match="take 2 masks, got 1"):
+        lstm.stack(inputs_SBI, carries, layers, masks[1:])

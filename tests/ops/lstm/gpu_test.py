@@ -1,0 +1,136 @@
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from softbottle.ops.lstm import api as lstm
+from softbottle.ops.lstm import gpu as lstm_gpu
+
+SIZES = (5, 70, 130)  # inputs, then two layers
+STEPS, ROWS = 9, 3
+
+
+def make_problem():
+    rng = np.random.default_rng(0)
+
+    def normal(*shape, scale=0.4):
+        return jnp.asarray(scale * rng.normal(size=shape), jnp.float32)
+
+    layers = [
+        lstm.Weights(
+            normal(i, 4 * h), normal(h, 4 * h, scale=0.1), normal(4 * h), normal(4 * h)
+        )
+        for i, h in zip(SIZES[:-1], SIZES[1:], strict=True)
+    ]
+    carries = [lstm.Carry(normal(ROWS, h), normal(ROWS, h)) for h in SIZES[1:]]
+    masks = [jnp.asarray(rng.integers(0, 2, (ROWS, SIZES[1])) / 0.7, jnp.float32)]
+    return normal(STEPS, ROWS, SIZES[0]), carries, layers, masks
+
+
+def outputs_and_gradients(implementation, dtype, valid_SB=None):
+    *arguments, masks = make_problem()
+
+    def run(*arguments):
+        outputs = lstm.stack(
+            *arguments,
+            masks,
+            valid_SB,
+            implementation=implementation,
+            compute_dtype=dtype,
+        )
+        leaves = jax.tree.leaves(outputs)
+        loss = sum(jnp.sum(jnp.sin((n + 1) * leaf)) for n, leaf in enumerate(leaves))
+        return loss, outputs
+
+    grads, outputs = jax.jit(jax.grad(run, argnums=(0, 1, 2), has_aux=True))(*arguments)
+    return outputs, grads
+
+
+def assert_near(ours, theirs):
+    chex.assert_trees_all_equal_shapes_and_dtypes(ours, theirs)
+    for our, their in zip(*map(jax.tree.leaves, (ours, theirs)), strict=True):
+        error = np.linalg.norm(np.ravel(our - their))
+        assert error < 0.03 * np.linalg.norm(np.ravel(their))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lengths", [None, (9, 4, 0)])
+def test_outputs_and_gradients_equal_those_of_the_scan(lengths):
+    valid_SB = None
+    if lengths is not None:
+        valid_SB = jnp.arange(STEPS)[:, None] < jnp.array(lengths)[None]
+    ours = outputs_and_gradients("persistent", "bfloat16", valid_SB)
+    assert_near(ours, outputs_and_gradients("scan", "float32", valid_SB))
+    again = outputs_and_gradients("persistent", "bfloat16", valid_SB)
+    chex.assert_trees_all_equal(ours, again)
+
+
+@pytest.mark.gpu
+def test_a_row_of_padding_keeps_its_state_to_the_bit():
+    inputs_SBI, carries, layers, masks = make_problem()
+    carries = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), carries)
+    valid_SB = jnp.arange(ROWS)[None] != jnp.ones((STEPS, 1), int)
+    outputs_SBH, finals = lstm.stack(
+        inputs_SBI,
+        carries,
+        layers,
+        masks,
+        valid_SB,
+        implementation="persistent",
+        compute_dtype="bfloat16",
+    )
+    row = jax.tree.map(lambda leaf: leaf[1], (finals, tuple(carries)))
+    chex.assert_trees_all_equal(*row)
+    assert not np.any(outputs_SBH[:, 1])
+
+
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 11, 2),
+    reason=f"needs jax 0.11.2, this is {jax.__version__}",
+)
+def test_no_loop_is_left_outside_the_kernels(monkeypatch):
+    monkeypatch.setattr(lstm_gpu, "refusals", lambda *_: [])
+    *arguments, masks = make_problem()
+
+    def loss(*arguments):
+        outputs_SBH, _ = lstm.stack(
+            *arguments, masks, implementation="persistent", compute_dtype="bfloat16"
+        )
+        return jnp.sum(outputs_SBH)
+
+    traced = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).trace(*arguments)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    # One forward; backward, layers of different size have one each.
+    assert text.count("custom_call @mosaic_gpu") == 3
+    assert "stablehlo.while" not in text
+
+
+def test_what_the_kernels_cannot_run_is_named():
+    inputs_SBI, carries, layers, masks = make_problem()
+    with pytest.raises(ValueError, match="bfloat16, got float32"):
+        lstm.stack(inputs_SBI, carries, layers, masks, implementation="persistent")
+    reasons = lstm_gpu.refusals(12, 2200, jnp.dtype("bfloat16"))
+    assert any("holds 2112 units, got 2304" in reason for reason in reasons)
+    reasons = lstm_gpu.refusals(96, 1150, jnp.dtype("bfloat16"))
+    assert any("1152 units and 96 rows need" in reason for reason in reasons)
+
+
+def test_layers_run_together_as_far_as_the_chip_holds_them():
+    assert lstm_gpu.forward_runs(16, [960, 960, 640]) == [slice(0, 3)]
+    assert lstm_gpu.forward_runs(16, [1152, 1152, 768]) == [
+        slice(n, n + 1) for n in range(3)
+    ]
+
+
+@pytest.mark.parametrize("units, taken", [(620, 640), (650, 768), (960, 960), (1, 64)])
+def test_units_are_padded_to_what_warpgroups_share_evenly(units, taken):
+    assert lstm_gpu.padded(12, units) == (16, taken)
+
+
+def test_the_automatic_choice_is_the_wavefront_where_no_kernel_runs(monkeypatch):
+    monkeypatch.setattr(lstm_gpu, "refusals", lambda *_: ["cannot"])
+    chosen, expected = (
+        outputs_and_gradients(name, "bfloat16") for name in ("auto", "wavefront")
+    )
+    chex.assert_trees_all_equal(chosen, expected)

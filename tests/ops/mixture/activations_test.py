@@ -1,0 +1,61 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from softbottle.ops.mixture import activations
+from tests import oracle
+
+KNOTS = np.array([-1.7, -0.4, 0.1, 0.9, 2.6])
+SLOPES = np.array([0.3, 1.7, 0.2, 2.0])
+Z = np.linspace(-6, 6, 101)
+
+
+def check(apply, theta, positive, slope):
+    """Value and derivative of g against log f and its derivative."""
+    z = jnp.asarray(Z, jnp.float32)
+    ours, bar = jax.vmap(jax.value_and_grad(lambda one: apply(theta, one)))(z)
+    exact = np.log(positive({}, Z))
+    oracle.assert_close(ours, exact, "float32")
+    oracle.assert_close(bar, slope({}, Z), "float32")
+
+
+def test_identity_is_the_logarithm_of_exp():
+    check(activations.identity, (), lambda p, z: np.exp(z), lambda p, z: 1 + 0 * z)
+
+
+def test_add_log_sigmoid_is_the_logarithm_of_exp_times_sigmoid():
+    check(
+        activations.add_log_sigmoid,
+        (),
+        lambda p, z: np.exp(z) * oracle.sigmoid(z),
+        lambda p, z: 2 - oracle.sigmoid(z),
+    )
+
+
+@pytest.mark.parametrize("center, slope", [(0.0, 1.0), (-1.5, 2.5), (2.0, 0.5)])
+def test_generalised_is_the_published_formula(center, slope):
+    positive, derivative = oracle.generalised(center, slope)
+    check(activations.generalised, (center, slope), positive, derivative)
+
+
+@pytest.mark.parametrize(
+    "apply, even", [("piecewise", False), ("piecewise_even", True)]
+)
+def test_piecewise_maps_interpolate_and_go_on_beyond_the_knots(apply, even):
+    knots = np.linspace(-1.7, 2.3, 5) if even else KNOTS
+    theta = activations.segments(*oracle.cast((knots, SLOPES), jnp.float32))
+    ours = getattr(activations, apply)(theta, jnp.asarray(Z, jnp.float32))
+    exact = oracle.overlaps(knots, Z) @ SLOPES
+    exact -= (oracle.overlaps(knots, knots) @ SLOPES)[2]  # 0 at the middle knot
+    oracle.assert_close(ours, exact, "float32")
+
+
+@pytest.mark.parametrize("z", [-1e4, 1e4, -88.0, 88.0])
+def test_values_and_slopes_are_finite_far_out(z):
+    for apply, theta in (
+        (activations.add_log_sigmoid, ()),
+        (activations.generalised, (-1.5, 2.5)),
+    ):
+        value, slope = jax.value_and_grad(lambda x, f=apply, t=theta: f(t, x))(z)
+        assert np.isfinite(value) and np.isfinite(slope)

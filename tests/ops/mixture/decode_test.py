@@ -1,0 +1,223 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from softbottle import ops
+from softbottle.ops.mixture.activations import SIGSOFTMAX, SOFTMAX
+from softbottle.ops.mixture.decode import UNIT
+from tests import oracle
+
+# A table of three units and a rest, of which a little is padding.
+TOKENS, COMPONENTS, WIDTH, ROWS, VOCAB = 11, 3, 7, 3 * UNIT + 331, 3 * UNIT + 57
+UNIT_BYTES = 4 * COMPONENTS * UNIT
+# A token at a time by blocks of words; a few tokens; the whole at once.
+BUDGETS = [1, 4 * UNIT_BYTES, 2**40]
+STREAMED = BUDGETS[:-1]
+
+
+def make_mixture(tokens=TOKENS, rows=ROWS, seed=0):
+    rng = np.random.default_rng(seed)
+    weight_TK = rng.uniform(0.1, 1.0, size=(tokens, COMPONENTS))
+    return (
+        np.log(weight_TK / weight_TK.sum(axis=1, keepdims=True)),
+        rng.normal(size=(tokens, COMPONENTS, WIDTH)),
+        rng.normal(size=(rows, WIDTH)),
+        rng.normal(size=rows),
+    )
+
+
+MIXTURE = make_mixture()
+
+
+def dense(mixture, vocab):
+    """P(v) of sigsoftmax components, [T, V], in float64."""
+    log_prior_TK, context_TKE, table_VE, bias_V = mixture
+    z_TKV = context_TKE @ table_VE[:vocab].T + bias_V[:vocab]
+    f_TKV = np.exp(z_TKV) * oracle.sigmoid(z_TKV)
+    p_TKV = f_TKV / f_TKV.sum(axis=2, keepdims=True)
+    return (np.exp(log_prior_TK)[:, :, None] * p_TKV).sum(axis=1)
+
+
+def run(function, budget, *extra, mixture=MIXTURE, vocab=VOCAB, activation=SIGSOFTMAX):
+    def call(*args):
+        return function(*args, *extra, activation, budget_bytes=budget, vocab=vocab)
+
+    return jax.jit(call)(*oracle.cast(mixture, jnp.float32))
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_log_probs_equal_the_dense_ones(budget):
+    log_p_TV = run(ops.log_probs, budget)
+    oracle.assert_close(log_p_TV[:, :VOCAB], np.log(dense(MIXTURE, VOCAB)), "float32")
+    assert log_p_TV.shape == (TOKENS, ROWS)
+    assert np.all(np.isneginf(log_p_TV[:, VOCAB:]))
+
+
+def test_log_probs_have_the_same_gradient_by_blocks():
+    bar_TV = np.random.default_rng(1).uniform(size=(TOKENS, VOCAB)).astype(np.float32)
+
+    def total(*mixture, budget):
+        options = {"budget_bytes": budget, "vocab": VOCAB}
+        log_p_TV = ops.log_probs(*mixture, SIGSOFTMAX, **options)
+        return jnp.sum(log_p_TV[:, :VOCAB] * bar_TV)
+
+    point = oracle.cast(MIXTURE, jnp.float32)
+    ours, whole = (
+        jax.jit(jax.grad(functools.partial(total, budget=b), argnums=(0, 1, 2, 3)))
+        for b in BUDGETS[1:]
+    )
+    oracle.assert_close(ours(*point), whole(*point), "float32")
+
+
+@pytest.mark.parametrize("k", [5, 40, UNIT + 9, VOCAB])
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_top_k_are_the_best_of_the_whole_vocabulary(budget, k):
+    log_p_TV = np.log(dense(MIXTURE, VOCAB))
+    values_Tk, ids_Tk = run(ops.top_k, budget, k)
+    best_Tk = np.sort(log_p_TV, axis=1)[:, ::-1][:, :k]
+    oracle.assert_close(values_Tk, best_Tk, "float32")
+    assert np.all(np.diff(values_Tk, axis=1) <= 0)
+    ids_Tk = np.asarray(ids_Tk)
+    assert all(len(set(row)) == k for row in ids_Tk.tolist())
+    read_Tk = np.take_along_axis(log_p_TV, ids_Tk, axis=1)
+    oracle.assert_close(values_Tk, read_Tk, "float32")
+
+
+@pytest.mark.parametrize("k", [16, 700, 2000])
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_of_equally_probable_words_the_first_comes_first(budget, k):
+    # Few small integers: every score is exact and is shared by hundreds of words.
+    rng = np.random.default_rng(2)
+    table_VE = rng.integers(0, 2, size=(ROWS, WIDTH)).astype(float)
+    context_TKE = rng.integers(0, 2, size=MIXTURE[1].shape).astype(float)
+    context_TKE[:, 1:] = context_TKE[:, :1]
+    mixture = (MIXTURE[0], context_TKE, table_VE, np.zeros(ROWS))
+    _, ids_Tk = run(ops.top_k, budget, k, mixture=mixture, activation=SOFTMAX)
+    z_TV = context_TKE[:, 0] @ table_VE[:VOCAB].T
+    expected_TV = np.argsort(-z_TV, axis=1, kind="stable")
+    np.testing.assert_array_equal(ids_Tk, expected_TV[:, :k])
+
+
+@pytest.mark.parametrize("generator", ["threefry2x32", "unsafe_rbg"])
+def test_what_is_drawn_depends_on_the_key_and_not_on_blocks(generator):
+    @functools.partial(jax.jit, static_argnames="budget")
+    def draw(seed, budget):
+        key = jax.random.key(seed, impl=generator)
+        options = {"budget_bytes": budget, "vocab": VOCAB}
+        return ops.sample(*mixture, key, SIGSOFTMAX, **options)
+
+    mixture = oracle.cast(MIXTURE, jnp.float32)
+    whole_T = draw(7, BUDGETS[-1])
+    for budget in STREAMED:
+        np.testing.assert_array_equal(draw(7, budget), whole_T)
+    assert np.any(draw(8, BUDGETS[-1]) != whole_T)
+
+
+@pytest.mark.parametrize("budget", [2**18, 2**40])
+def test_words_are_drawn_as_often_as_they_are_probable(budget):
+    draws, vocab = 8000, UNIT + 301
+    one = make_mixture(tokens=1, rows=UNIT + 400)
+    p_V = dense(one, vocab)[0]
+    many = tuple(np.repeat(array, draws, axis=0) for array in one[:2]) + one[2:]
+    words_T = run(ops.sample, budget, jax.random.key(3), mixture=many, vocab=vocab)
+    counts_V = np.bincount(words_T, minlength=vocab)
+    assert len(counts_V) == vocab
+    # Rare words are counted together, or chi squared is not chi squared.
+    common_V = draws * p_V >= 5
+    counts = np.append(counts_V[common_V], counts_V[~common_V].sum())
+    expected = draws * np.append(p_V[common_V], p_V[~common_V].sum())
+    free = len(counts) - 1
+    excess = ((counts - expected) ** 2 / expected).sum() - free
+    assert abs(excess) < 4 * np.sqrt(2 * free)
+
+
+def test_rare_words_are_drawn_as_often_as_they_are_due(optimised):
+    """Float32 noise must reach the 17 nats that a word of 3e-8 is behind.
+
+    The noise of `jax.random.gumbel` ends at 15.9 unless it is asked for more. With that
+    none of the 9.5 rare words that are due is drawn, although 2.4% of all draws should be.
+    """
+    draws, common, rare, p_rare = 400, 16, 793_455, 3e-8
+    share = rare * p_rare
+    bias_V = np.full(common + rare, np.log(p_rare))
+    bias_V[:common] = np.log((1 - share) / common)
+    zeros = ((draws, 1), (draws, 1, 1), (common + rare, 1))
+    mixture = (*map(np.zeros, zeros), bias_V)
+    options = {"mixture": mixture, "vocab": None, "activation": SOFTMAX}
+    words_T = np.asarray(run(ops.sample, None, jax.random.key(1), **options))
+    due = draws * share
+    assert abs(np.sum(words_T >= common) - due) < 2.5 * np.sqrt(due)
+
+
+def test_the_range_of_the_noise_is_not_left_to_a_setting_of_jax():
+    def draw():
+        return np.asarray(run(ops.sample, BUDGETS[-1], jax.random.key(2)))
+
+    words_T = draw()
+    jax.config.update("jax_high_dynamic_range_gumbel", True)
+    try:
+        np.testing.assert_array_equal(draw(), words_T)
+    finally:
+        jax.config.update("jax_high_dynamic_range_gumbel", False)
+
+
+def test_components_are_drawn_in_float32_whatever_the_prior_is(mixed_dtypes):
+    # One of 2,001 components has half of the prior. Noise in bfloat16 ends at 4.9 nats:
+    # the others, 7.6 nats behind, would hardly be drawn.
+    components, draws = 2_001, 4_000
+    prior_K = np.full(components, 0.5 / (components - 1))
+    prior_K[-1] = 0.5
+    log_prior_TK = np.repeat(np.log(prior_K)[None], draws, axis=0)
+    context_TKE = np.zeros((draws, components, 1))
+    context_TKE[:, -1] = 50.0
+    table_VE, bias_V = np.array([[0.0], [1.0]]), np.array([5.0, 0.0])
+    mixture = oracle.cast((log_prior_TK, context_TKE, table_VE, bias_V), jnp.bfloat16)
+    words_T = jax.jit(ops.sample)(*mixture, jax.random.key(1))
+    p_K = np.exp(np.asarray(mixture[0][0], np.float64))
+    # Component 2,000 gives word 1, the others word 0 but for exp(-5).
+    p = p_K[-1] / p_K.sum() + (1 - p_K[-1] / p_K.sum()) * oracle.sigmoid(-5.0)
+    deviation = np.sqrt(draws * p * (1 - p))
+    assert abs(np.sum(words_T) - draws * p) < 4 * deviation
+
+
+def test_no_word_beyond_the_vocabulary_is_drawn():
+    log_prior_TK, context_TKE, table_VE, bias_V = MIXTURE
+    bias_V = np.where(np.arange(ROWS) < UNIT + 2, bias_V, 50.0)
+    mixture = (log_prior_TK, context_TKE, table_VE, bias_V)
+    key = jax.random.key(0)
+    words_T = run(ops.sample, STREAMED[-1], key, mixture=mixture, vocab=UNIT + 2)
+    assert np.all(words_T < UNIT + 2)
+
+
+SIZES = {"tokens": 64, "components": 15, "rows": 50_000, "width": 256}
+
+
+def traced(name, budget):
+    """One of the operations on 64 tokens of a large vocabulary."""
+    tokens, components, rows, width = SIZES.values()
+    shapes = (tokens, components), (tokens, components, width), (rows, width), (rows,)
+    extra = {"log_probs": (), "top_k": (40,), "sample": (jax.random.key(0),)}[name]
+
+    def call(*mixture):
+        return getattr(ops, name)(*mixture, *extra, budget_bytes=budget)
+
+    inputs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    return jax.jit(call).trace(*inputs)
+
+
+@pytest.mark.parametrize("name", ["log_probs", "top_k", "sample"])
+def test_neither_all_logits_nor_a_second_table_are_held(name, optimised):
+    memory = traced(name, 2**22).lower().compile().memory_analysis()
+    tokens, components, rows, width = SIZES.values()
+    assert memory.temp_size_in_bytes < 4 * tokens * components * rows / 8
+    assert memory.temp_size_in_bytes < 4 * rows * width / 2
+
+
+@pytest.mark.parametrize("name", ["log_probs", "top_k", "sample"])
+def test_what_fits_the_budget_is_one_block_without_a_loop(name):
+    assert " scan[" in str(traced(name, 2**20).jaxpr)
+    assert " scan[" not in str(traced(name, 2**30).jaxpr)
+    assert " while[" not in str(traced(name, 2**30).jaxpr)

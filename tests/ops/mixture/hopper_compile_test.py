@@ -1,0 +1,103 @@
+"""The Hopper kernel through NVIDIA's own assembler, on a machine without a GPU.
+
+Needs the CUDA plugin of jax (`pip install "jax[cuda13]"`), whose ptxas says how many
+registers a kernel takes and what it had to spill.
+"""
+
+import importlib.util
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from tests import ROOT
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda13_plugin") is None
+    or jax.__version_info__ < (0, 11),
+    reason="needs jax[cuda13] 0.11 or newer, for its ptxas",
+)
+H200 = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+  shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132
+  fpus_per_core: 128 block_dim_limit_x: 2147483647 block_dim_limit_y: 65535
+  block_dim_limit_z: 65535 memory_bandwidth: 4800000000000 l2_cache_size: 62914560
+  clock_rate_ghz: 1.98 device_memory_size: 150754820096
+  shared_memory_per_block_optin: 232448 cuda_compute_capability { major: 9 }
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 12 }
+runtime_version { major: 13 minor: 0 }
+device_description_str: "NVIDIA H200"
+"""
+PROGRAM = f'''
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from softbottle.ops import api
+from softbottle.ops.activations import SIGSOFTMAX, SOFTMAX, Activation, generalised
+
+topology = topologies.get_topology_desc(
+    platform="cuda", target_config="""{H200}""", topology="1x1x1"
+)
+placed = NamedSharding(Mesh(np.array(topology.devices), ("x",)), PartitionSpec())
+gss = Activation(generalised, (0.5, 1.7))
+activation = {{"softmax": SOFTMAX, "sigsoftmax": SIGSOFTMAX, "gss": gss}}[sys.argv[1]]
+
+
+def shape(dtype, *sizes):
+    return jax.ShapeDtypeStruct(sizes, dtype, sharding=placed)
+
+
+def loss(*inputs):
+    return api.loss(*inputs, activation, implementation="pallas_gpu")
+
+
+tokens, components, width, vocab = 840, 15, 280, 10_000
+inputs = (
+    shape(jnp.float32, tokens, components),
+    shape(jnp.bfloat16, tokens, components, width),
+    shape(jnp.bfloat16, vocab, width),
+    shape(jnp.float32, vocab),
+    shape(jnp.int32, tokens),
+    shape(jnp.float32, tokens),
+)
+jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3))).lower(*inputs).compile()
+'''
+
+
+@pytest.mark.parametrize("activation", ["softmax", "sigsoftmax", "gss"])
+def test_no_registers_are_spilled(activation):
+    [library] = importlib.util.find_spec("nvidia").submodule_search_locations
+    binaries = {path.parent for path in pathlib.Path(library).glob("*/bin/ptxas")}
+    path = os.pathsep.join([*map(str, binaries), os.environ["PATH"]])
+    root = str(ROOT)
+    environment = os.environ | {
+        "PATH": path,
+        "PYTHONPATH": root,
+        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
+        "MOSAIC_GPU_DUMP_PTXAS": "1",
+        "JAX_ENABLE_COMPILATION_CACHE": "false",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, activation],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    said = [line for line in done.stdout.splitlines() if "spill stores" in line]
+    # The normalisers behind the guard and the first product, twice.
+    assert len(said) >= 2
+    assert all("0 bytes spill stores, 0 bytes spill loads" in line for line in said)

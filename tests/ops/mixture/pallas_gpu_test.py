@@ -1,0 +1,234 @@
+"""The Hopper kernel in jax's interpreter, on sizes that no tile divides."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from softbottle.ops.mixture import api, exponential, pallas_gpu
+from softbottle.ops.mixture.activations import (
+    SIGSOFTMAX,
+    SOFTMAX,
+    Activation,
+    generalised,
+)
+from softbottle.ops.mixture.options import Options
+from tests.ops.mixture.problem import Problem, loss_and_gradient, make_problem
+
+pytestmark = [
+    pytest.mark.usefixtures("mixed_dtypes"),
+    pytest.mark.skipif(
+        jax.__version_info__ < (0, 11),
+        reason=f"the kernel needs jax 0.11, this is {jax.__version__}",
+    ),
+]
+ACTIVATIONS = {
+    "softmax": (SOFTMAX, 0.0, 1.0),
+    "sigsoftmax": (SIGSOFTMAX, 0.0, 2.0),
+    "gss": (Activation(generalised, (0.5, 1.7)), 0.5, 1.7),
+}
+
+
+def rounded(problem):
+    """The problem with tables and contexts that bfloat16 holds, as NumPy and as jax."""
+    low = {
+        name: jnp.asarray(getattr(problem, name), jnp.bfloat16)
+        for name in ("context_TKE", "table_VE")
+    }
+    high = {
+        name: np.asarray(getattr(problem, name), np.float32).astype(np.float64)
+        for name in ("log_prior_TK", "bias_V", "weights_T")
+    }
+    exact = problem._replace(
+        **high, **{name: np.asarray(a, np.float64) for name, a in low.items()}
+    )
+    ours = Problem(
+        *(
+            low.get(name, jnp.asarray(value, jnp.float32))
+            if value.dtype.kind == "f"
+            else jnp.asarray(value)
+            for name, value in exact._asdict().items()
+        )
+    )
+    return exact, ours
+
+
+def run(problem, activation, **options):
+    def loss(*inputs):
+        return api.loss(
+            *inputs,
+            problem.labels_T,
+            problem.weights_T,
+            activation,
+            implementation="pallas_gpu",
+            **options,
+        )
+
+    with pallas_gpu.interpreted():
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3)))(*problem[:4])
+
+
+def relative(ours, exact):
+    ours = np.asarray(ours, np.float64)
+    return np.linalg.norm(ours - exact) / np.linalg.norm(exact)
+
+
+def check(result, exact, limit=3e-3):
+    loss, bars = result
+    exact_loss, exact_bars = exact
+    np.testing.assert_allclose(float(loss), exact_loss, rtol=3e-6, atol=1e-4)
+    for ours, exact_bar in zip(bars, exact_bars, strict=True):
+        assert relative(ours, exact_bar) < limit
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_loss_and_gradient_equal_float64(name):
+    activation, center, slope = ACTIVATIONS[name]
+    sizes = {"tokens": 47, "components": 3, "width": 70, "vocab": 301}
+    exact, ours = rounded(make_problem(**sizes))
+    check(run(ours, activation), loss_and_gradient(exact, center, slope))
+
+
+def test_padding_rows_get_nothing():
+    sizes = {"tokens": 9, "components": 2, "width": 9, "vocab": 300}
+    exact, ours = rounded(make_problem(**sizes))
+    labels_T = exact.labels_T % 270
+    exact, ours = exact._replace(labels_T=labels_T), ours._replace(labels_T=labels_T)
+    result = run(ours, SOFTMAX, vocab=270)
+    check(result, loss_and_gradient(exact, live=270))
+    assert not np.any(np.asarray(result[1][2][270:], np.float32))
+
+
+def test_chunks_and_a_row_far_above_its_reference():
+    """One word outside the sample wins by hundreds of nats: the guard must see it."""
+    sizes = {"tokens": 30, "components": 2, "width": 16, "vocab": 600}
+    problem = make_problem(**sizes)
+    problem.table_VE[7] *= 60
+    assert 7 % -(-600 // exponential.SAMPLE)
+    exact, ours = rounded(problem)
+    check(run(ours, SOFTMAX, budget_bytes=2**15), loss_and_gradient(exact))
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_normalisers_and_their_gradient(name):
+    activation, *_ = ACTIVATIONS[name]
+    sizes = {"tokens": 21, "components": 2, "width": 33, "vocab": 280}
+    _, ours = rounded(make_problem(**sizes))
+
+    def nll(implementation, context_TKE, table_VE, bias_V):
+        nll_T = api.nll(
+            ours.log_prior_TK,
+            context_TKE,
+            table_VE,
+            bias_V,
+            ours.labels_T,
+            activation,
+            implementation=implementation,
+            vocab=275,
+        )
+        return jnp.sum(nll_T**2), nll_T
+
+    def value_and_grad(implementation):
+        function = jax.value_and_grad(nll, argnums=(1, 2, 3), has_aux=True)
+        return jax.jit(function, static_argnums=0)(implementation, *ours[1:4])
+
+    ours = ours._replace(labels_T=ours.labels_T % 275)
+    with pallas_gpu.interpreted():
+        (_, nll_T), bars = value_and_grad("pallas_gpu")
+    (_, dense_T), dense_bars = value_and_grad("reference")
+    np.testing.assert_allclose(nll_T, dense_T, rtol=2e-6, atol=2e-5)
+    for bar, dense_bar in zip(bars, dense_bars, strict=True):
+        assert relative(bar, np.asarray(dense_bar, np.float64)) < 1e-2
+
+
+def test_a_batch_of_problems_under_vmap():
+    sizes = {"tokens": 5, "components": 2, "width": 8, "vocab": 40}
+    pairs = [rounded(make_problem(**sizes, seed=seed)) for seed in (0, 1)]
+    exact, ours = zip(*pairs, strict=True)
+    stacked = Problem(*(jnp.stack(pair) for pair in zip(*ours, strict=True)))
+
+    def loss(*inputs):
+        return api.loss(*inputs, implementation="pallas_gpu")
+
+    with pallas_gpu.interpreted():
+        batched = jax.vmap(jax.value_and_grad(loss, argnums=(0, 1, 2, 3)))
+        losses, bars = jax.jit(batched)(*stacked)
+    for index, problem in enumerate(exact):
+        result = (losses[index], [bar[index] for bar in bars])
+        check(result, loss_and_gradient(problem))
+
+
+def test_it_lowers_for_a_gpu_under_a_split_vocabulary():
+    """The interpreter runs one device; types and layouts can be checked without it."""
+    _, ours = rounded(make_problem(tokens=8, components=2, width=16, vocab=600))
+    auto = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=auto)
+    specs = (*(P("data"),) * 2, P("model"), P("model"), P("data"), P("data"))
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=specs, out_specs=P())
+    def loss(*inputs):
+        options = {"vocab_axis": "model", "implementation": "pallas_gpu"}
+        return jax.lax.psum(api.loss(*inputs, **options), "data")
+
+    traced = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3))).trace(*ours)
+    lowered = traced.lower(lowering_platforms=("cuda",))
+    assert "mosaic_gpu" in lowered.as_text()
+
+
+def test_what_the_kernel_does_not_take_goes_by_xla():
+    _, ours = rounded(make_problem())
+    wide = ours._replace(
+        context_TKE=ours.context_TKE.astype(jnp.float32),
+        table_VE=ours.table_VE.astype(jnp.float32),
+    )
+    with pallas_gpu.interpreted():
+        loss = api.loss(*wide, implementation="pallas_gpu")
+    assert loss == api.loss(*wide, implementation="blocked")
+
+
+@pytest.fixture
+def hopper():
+    if jax.devices()[0].compute_capability != "9.0":
+        pytest.skip(f"no Hopper GPU: {jax.devices()[0].device_kind}")
+
+
+@pytest.mark.gpu
+def test_auto_takes_the_kernel_and_repeats_its_bits(hopper):
+    sizes = {"tokens": 301, "components": 7, "width": 200, "vocab": 5003}
+    exact, ours = rounded(make_problem(**sizes))
+    function = jax.jit(jax.value_and_grad(api.loss, argnums=(0, 1, 2, 3)))
+    once, again = function(*ours), function(*ours)
+    check(once, loss_and_gradient(exact))
+    for left, right in zip(jax.tree.leaves(once), jax.tree.leaves(again), strict=True):
+        np.testing.assert_array_equal(left, right)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [64, 320, 576, 1024, 4096])
+def test_every_row_is_right_when_blocks_do_several_tiles(hopper, width):
+    """Many tiles a block, and rows looked at one by one.
+
+    A ring that is refilled too early spoils few rows, which no norm shows.
+    """
+    context_RE, table_VE = (
+        jax.random.normal(jax.random.key(seed), (rows, width), jnp.bfloat16)
+        for seed, rows in enumerate((1024, 20_224))
+    )
+    table_VE *= jnp.asarray(3 * width**-0.5, jnp.bfloat16)
+    z_RV = np.asarray(context_RE, np.float64) @ np.asarray(table_VE, np.float64).T
+    lse_R = np.log(np.sum(np.exp(z_RV), axis=1))
+    bias_V, ref_R = jnp.zeros(20_224), jnp.full(1024, 5.0)
+    first = jax.jit(pallas_gpu.first_product, static_argnums=4)
+    for _ in range(3):
+        _, total_R = first(context_RE, table_VE, bias_V, ref_R, SOFTMAX)
+        np.testing.assert_allclose(5.0 + np.log(total_R), lse_R, atol=1e-4)
+        ours_R1 = pallas_gpu.lse(
+            context_RE[:, None], table_VE, bias_V, SOFTMAX, Options()
+        )
+        np.testing.assert_allclose(ours_R1[:, 0], lse_R, atol=1e-4)
+    e_RV, _ = first(context_RE, table_VE, bias_V, ref_R, SOFTMAX)
+    exact_RV = np.exp(z_RV - 5.0)
+    assert np.max(np.abs(np.asarray(e_RV, np.float64) / exact_RV - 1)) < 5e-3

@@ -1,0 +1,138 @@
+import jax
+import numpy as np
+import pytest
+
+from softbottle import config as configs
+from softbottle.data.vocab import Vocab
+from softbottle.scoring.generate import generate, truncated
+from softbottle.training import evaluate, state
+from tests import tiny
+from tests.training.evaluate_test import VOCAB, bigram_oracle, make
+
+WORDS = Vocab(("a", "b", "<eos>", *(f"w{index}" for index in range(3, VOCAB))))
+CLOSE = {"rtol": 1e-5, "atol": 1e-6}
+pytestmark = pytest.mark.usefixtures("quick_keys")
+
+
+@pytest.fixture(scope="module")
+def bigram():
+    """A run of a bigram model; its rows are more than its words."""
+    functions, params = make(multiple=8)
+    params = jax.tree.map(lambda leaf: 2 * leaf, params)  # far from uniform
+    return state.Run(configs.Config(), WORDS, functions, params, 0)
+
+
+def cut(p_V, top_k=0, top_p=1.0):
+    """The probabilities of what is kept, by adding up words from the best down."""
+    kept, mass = set(), 0.0
+    for word in np.argsort(-p_V, kind="stable"):
+        if mass >= top_p or (top_k and len(kept) == top_k):
+            break
+        kept.add(word)
+        mass += p_V[word]
+    return np.array([p if word in kept else 0.0 for word, p in enumerate(p_V)])
+
+
+@pytest.mark.parametrize(
+    "top_k, top_p",
+    [(0, 1.0), (1, 1.0), (5, 1.0), (37, 1.0), (0, 1e-6), (0, 0.5), (0, 0.999)]
+    + [(3, 0.9), (30, 0.2)],
+)
+def test_what_is_kept_are_the_best_words_up_to_a_number_and_a_mass(top_k, top_p):
+    # Not normalised: truncation is of the distribution that the scores stand for.
+    score_V = np.random.default_rng(0).normal(size=37) * 2 + 3
+    p_V = np.exp(score_V) / np.exp(score_V).sum()
+    found_V = truncated(np.asarray(score_V, np.float32), top_k, top_p)
+    np.testing.assert_allclose(np.exp(found_V), cut(p_V, top_k, top_p), **CLOSE)
+
+
+@pytest.mark.parametrize("top_k, top_p", [(2, 1.0), (3, 1.0), (0, 0.45), (2, 0.45)])
+def test_words_as_probable_as_the_last_one_kept_are_kept_with_it(top_k, top_p):
+    p_V = np.array([0.05, 0.2, 0.4, 0.2, 0.1, 0.05])
+    found_V = truncated(np.log(p_V).astype(np.float32), top_k, top_p)
+    np.testing.assert_allclose(np.exp(found_V), [0, 0.2, 0.4, 0.2, 0, 0], **CLOSE)
+
+
+def deviation(words, p_VV):
+    """By how many standard deviations chi squared exceeds its mean."""
+    counts_VV = np.zeros_like(p_VV)
+    np.add.at(counts_VV, (words[:-1], words[1:]), 1)
+    expected_VV = counts_VV.sum(axis=1, keepdims=True) * p_VV
+    assert np.all(counts_VV[expected_VV == 0] == 0)
+    live_VV = expected_VV > 0
+    free = live_VV.sum() - live_VV.any(axis=1).sum()
+    squares = (counts_VV - expected_VV)[live_VV] ** 2 / expected_VV[live_VV]
+    return (squares.sum() - free) / np.sqrt(2 * free)
+
+
+def test_words_are_drawn_from_the_mixture_exactly(bigram):
+    words = [2, *generate(bigram, [2], 2000, seed=3)]
+    p_VV = np.exp(bigram_oracle(bigram.params))
+    assert deviation(words, p_VV) < 4
+    # The test is one that tells distributions apart.
+    assert deviation(words, p_VV**1.5 / (p_VV**1.5).sum(axis=1, keepdims=True)) > 10
+
+
+def test_sharpened_and_truncated_words_are_drawn_from_what_is_kept(bigram):
+    options = {"top_k": 7, "top_p": 0.8}
+    words = [2, *generate(bigram, [2], 2000, temperature=0.7, seed=3, **options)]
+    sharp_VV = np.exp(bigram_oracle(bigram.params) / 0.7)
+    sharp_VV /= sharp_VV.sum(axis=1, keepdims=True)
+    kept_VV = np.array([cut(p_V, **options) for p_V in sharp_VV])
+    assert deviation(words, kept_VV / kept_VV.sum(axis=1, keepdims=True)) < 4
+
+
+def test_sharpened_words_are_drawn_with_noise_of_a_high_range(bigram):
+    def words():
+        return list(generate(bigram, [2], 40, temperature=0.7, seed=3))
+
+    usual = words()
+    jax.config.update("jax_high_dynamic_range_gumbel", True)
+    try:
+        assert words() == usual
+    finally:
+        jax.config.update("jax_high_dynamic_range_gumbel", False)
+
+
+def test_the_same_seed_gives_the_same_text_and_another_another(bigram):
+    one, again, other = (
+        list(generate(bigram, [4, 1], 20, seed=seed)) for seed in (5, 5, 6)
+    )
+    assert one == again != other
+    assert len(one) == len(other) == 20
+
+
+def test_an_empty_prompt_stands_for_the_end_of_a_line(bigram):
+    empty = list(generate(bigram, [], 5, seed=1))
+    assert empty == list(generate(bigram, [WORDS.eos], 5, seed=1))
+
+
+@pytest.mark.parametrize("backbone", ["awd_lstm", "transformer"])
+def test_words_follow_from_all_the_text_before_them(backbone):
+    config = tiny.make_softmax(backbone, 4, model__attention_heads=2)
+    run = tiny.make_run(config, WORDS, seed=2, scale=2.0)
+    prompt = [3, 1, 4]
+    words = list(generate(run, prompt, 8, top_k=1))
+    text = np.array([*prompt, *words], np.int32)
+    scored = evaluate.log_probs(run.model, run.params, text, len(text), len(text))
+    log_p_TV, _ = scored
+    assert words == list(log_p_TV[len(prompt) - 1 :].argmax(axis=1))
+    assert len(set(words)) > 1
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"tokens": 0}, "got 0, 1.0 and 1.0"),
+        ({"temperature": 0.0}, "got 3, 0.0 and 1.0"),
+        ({"temperature": -0.5}, "got 3, -0.5 and 1.0"),
+        ({"temperature": float("nan")}, "got 3, nan and 1.0"),
+        ({"top_p": 0.0}, "got 3, 1.0 and 0.0"),
+        ({"top_p": 1.25}, "got 3, 1.0 and 1.25"),
+        ({"top_k": -2}, "vocabulary's 11, got -2"),
+        ({"top_k": 12}, "vocabulary's 11, got 12"),
+    ],
+)
+def test_a_setting_out_of_its_range_is_refused_by_value(bigram, options, message):
+    with pytest.raises(ValueError, match=message):
+        list(generate(bigram, [1], **({"tokens": 3} | options)))
