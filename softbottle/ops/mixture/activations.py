@@ -80,11 +80,24 @@ def segments(knots_N1: jax.Array, slopes_N: jax.Array) -> Segments:
 def _interpolate(theta, z, index):
     index = jax.lax.stop_gradient(index).astype(jnp.int32)
     values, slopes, starts = (part[index].astype(z.dtype) for part in theta)
-    # A word whose bias is -inf has no probability; its distance from the knots is no
-    # number by which a slope's gradient, 0, could be multiplied.
-    gone = jnp.isneginf(z)
-    g = values + slopes * (jnp.where(gone, starts, z) - starts)
-    return jnp.where(gone, -jnp.inf, g)
+    return values + _rise(slopes, z - starts)
+
+
+@jax.custom_jvp
+def _rise(slopes, distance):
+    return slopes * distance
+
+
+@_rise.defjvp
+def _rise_jvp(inputs, tangents):
+    """The product rule, with a derivative of 0 by the slope where z is -inf.
+
+    A word whose bias is -inf has probability 0, so its cotangent is 0; times the
+    infinite distance from its knot it would be NaN.
+    """
+    (slopes, distance), (slopes_dot, distance_dot) = inputs, tangents
+    finite = jnp.where(jnp.isneginf(distance), 0.0, distance)
+    return _rise(slopes, distance), slopes_dot * finite + slopes * distance_dot
 
 
 SOFTMAX = Activation(identity, ())

@@ -137,8 +137,8 @@ def test_words_are_drawn_as_often_as_they_are_probable(budget):
 def test_rare_words_are_drawn_as_often_as_they_are_due(optimised):
     """Float32 noise must reach the 17 nats that a word of 3e-8 is behind.
 
-    The noise of `jax.random.gumbel` ends at 15.9 unless it is asked for more. With that
-    none of the 9.5 rare words that are due is drawn, although 2.4% of all draws should be.
+    The noise of `jax.random.gumbel` ends at 15.9 unless it is asked for more, and then
+    none of the 9.5 rare words that are due among 400 is drawn.
     """
     draws, common, rare, p_rare = 400, 16, 793_455, 3e-8
     share = rare * p_rare
