@@ -113,7 +113,7 @@ class Head(Section):
     span: float = 20.0  # plif
     rank: int = 0  # lowrank
     budget_mib: int = 0  # what one block of logits may take; 0: the platform's own
-    implementation: str = "auto"  # see ops/api.py
+    implementation: str = "auto"  # see ops/mixture/api.py
 
 
 @dataclasses.dataclass

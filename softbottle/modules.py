@@ -55,7 +55,7 @@ class LinenHead(_Calls, nn.Module):
         vocab: how many words there are.
         context_dim: width of the table.
         bias: whether words have a bias.
-        options: of the head's operations; see ops/options.py.
+        options: of the head's operations; see ops/mixture/options.py.
     """
 
     head: Head
@@ -95,7 +95,7 @@ class NnxHead(_Calls, nnx.Module):
         context_dim: width of the table.
         bias: whether words have a bias.
         rngs: `rngs.params()` starts the parameters.
-        **options: of the head's operations; see ops/options.py.
+        **options: of the head's operations; see ops/mixture/options.py.
     """
 
     def __init__(

@@ -9,7 +9,8 @@
 
 A table is never gathered. A word's row is found by the shard that has it and the rest
 add zeros; the head computes its shard's part of each normaliser for all tokens of its
-data group, and only [tokens]-sized sums cross the mesh (ops/options.py, `vocab_axis`).
+data group, and only [tokens]-sized sums cross the mesh (`vocab_axis` of
+ops/mixture/options.py).
 
 Devices are put on the mesh process by process, so that the model axis stays within a
 host as long as it fits, and the rows of a process are a contiguous share of the batch.

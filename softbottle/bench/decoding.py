@@ -48,7 +48,7 @@ def run_task(task: Row) -> Row:
 
 
 def operation(kind: str, options: Row) -> Any:
-    """The compiled operation of ops/api.py."""
+    """The compiled operation of ops/mixture/api.py."""
     if kind == "top_k":
         options = options | {"k": BEST}
     return jax.jit(functools.partial(getattr(api, kind), **options))

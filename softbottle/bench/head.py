@@ -1,8 +1,8 @@
 """The mixture loss, its evaluation and the bare products, in jax.
 
-A task has a "case" (sizes), a "kind", an "implementation" of ops/api.py, "budget_mib"
-(0: the default), "seconds" of timing and "check_flop", beyond which the check takes
-fewer tokens. Kinds:
+A task has a "case" (sizes), a "kind", an "implementation" of ops/mixture/api.py,
+"budget_mib" (0: the default), "seconds" of timing and "check_flop", beyond which the
+check takes fewer tokens. Kinds:
 
     loss         the mean nll and its gradient by prior, context, table and bias
     evaluation   nll per token, forward only

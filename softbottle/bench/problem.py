@@ -94,7 +94,7 @@ STACKS = {
 
 
 class StackArrays(NamedTuple):
-    """Inputs, parameters by layer as in ops/lstm.py, and the outputs' cotangent."""
+    """Inputs, parameters by layer as in ops/lstm/api.py, and the outputs' cotangent."""
 
     inputs_SBI: Any
     layers: tuple[tuple[Any, Any, Any, Any], ...]

@@ -62,8 +62,8 @@ def head(
     Args:
         ask: gives the row of a module's task.
         shapes: names of problem.CASES; none: all of them, or `tiny` without a GPU.
-        implementations: "auto" or names of ops/api.py; the first one's evaluation and
-            softmax are timed as well.
+        implementations: "auto" or names of ops/mixture/api.py; the first one's
+            evaluation and softmax are timed as well.
         peers: names of PEERS.
         sweep: one of problem.SWEEPS instead of shapes: only losses, to be plotted.
         budget_mib: the operations' `budget_bytes`, in MiB; 0 leaves the default.
@@ -116,7 +116,7 @@ def lstm(
     Args:
         ask: gives the row of a module's task.
         stacks: names of problem.STACKS; none: all of them, or `tiny` without a GPU.
-        implementations: names of ops/lstm.py.
+        implementations: names of ops/lstm/api.py.
         peers: "torch" alone has an LSTM; it runs in float32 and bfloat16.
         dtype: of our products' inputs.
         seconds: of timing a variant.
@@ -164,7 +164,7 @@ def decode(
     Args:
         ask: gives the row of a module's task.
         cases: names of problem.DECODING; none: all, or `tiny` without a GPU.
-        implementations: "auto" or names of ops/api.py.
+        implementations: "auto" or names of ops/mixture/api.py.
         budget_mib: the operations' `budget_bytes`, in MiB; 0 leaves the default.
         seconds: of timing an operation.
     """

@@ -1,9 +1,9 @@
 """Forward and backward of stacked LSTM layers, in jax.
 
-A task has a "stack" (a name of problem.STACKS), an "implementation" of ops/lstm.py, an
-"unroll", a "dtype" and "seconds" of timing. What is differentiated is the product of
-the outputs with fixed numbers, by inputs and parameters. The truth is a float64 loop
-that jax differentiates, written here from the layer's equations.
+A task has a "stack" (a name of problem.STACKS), an "implementation" of
+ops/lstm/api.py, an "unroll", a "dtype" and "seconds" of timing. What is differentiated
+is the product of the outputs with fixed numbers, by inputs and parameters. The truth is
+a float64 loop that jax differentiates, written here from the layer's equations.
 """
 
 import functools

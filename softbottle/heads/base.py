@@ -33,8 +33,8 @@ class Head(NamedTuple):
 
     Every call after `init`, `mix` and `activation` takes `(params, table_VE, bias_V,
     hidden_TD, ...)`, a keyword `latent_mask` that broadcasts to the contexts [T, K, E],
-    and the options of ops/options.py. Labels are integers of any kind; floating arrays
-    are bfloat16, float32 or float64.
+    and the options of ops/mixture/options.py. Labels are integers of any kind; floating
+    arrays are bfloat16, float32 or float64.
     """
 
     init: Callable[..., Any]

@@ -3,9 +3,9 @@
     P(v) = sum_k prior_k (exp g(z_kv) + C_v) / (exp(lse_k) + C),
     C_v  = sum_{m : word_m = v} exp(h . h_m / sqrt(d)),       C = sum_v C_v;
 
-ops/cache.py derives it. The cache has no parameters. It is the history of the same text
-(`history`: the states before, each with the word that followed it) or any other memory
-of states and words (`given`: an encoder's). Neither the loss nor its gradient holds an
+ops/cache/api.py derives it. The cache has no parameters. It is the history of the same
+text (`history`: the states before, each with the word that followed it) or any other
+memory of states and words (`given`: an encoder's). Neither the loss nor its gradient holds an
 array over tokens and vocabulary, or scatters over the vocabulary.
 """
 
@@ -40,7 +40,7 @@ class Cached(NamedTuple):
     """A head with a cache, as pure functions.
 
     Every call takes `(params, table_VE, bias_V, hidden_BSD, ..., memory)`, a keyword
-    `latent_mask` as the head's own calls do, and the options of ops/options.py.
+    `latent_mask` as the head's own calls do, and the options of ops/mixture/options.py.
 
     Attributes:
         loss: (..., labels_BS, weights_BS, memory) -> the weighted sum of nll. A
@@ -219,7 +219,7 @@ def ranking_loss(
     memory: Memory,
     margin: float,
 ) -> jax.Array:
-    """HistAlign's ranking loss (ops/ranking.py): a mean over positions with a pair.
+    """HistAlign's ranking (ops/cache/ranking.py): the mean over positions with a pair.
 
     Entries are ordered by the cosine of their word's row of the table with the label's.
     Positions without weight, and those whose memory does not hold the label, or holds

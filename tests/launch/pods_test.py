@@ -1,4 +1,4 @@
-"""The job files of launch/pods, read and linted; tests/pods_run_test.py runs them."""
+"""The job files of launch/pods, read and linted; pods_run_test.py runs them."""
 
 import ast
 import importlib.util

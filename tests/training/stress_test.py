@@ -1,6 +1,6 @@
 """What is promised about kills, collisions and damage, many times over.
 
-    SOFTBOTTLE_STRESS=50 python -m pytest tests/stress_test.py -n 0 -s
+    SOFTBOTTLE_STRESS=50 python -m pytest tests/training/stress_test.py -n 0 -s
 
 A killed process kills itself at a chosen place of the code, so that every kill hits a
 window that is microseconds wide in an ordinary run.

@@ -5,7 +5,7 @@
     loss       the weighted sum of nll, with its gradient computed in forward
     log_probs, top_k, sample
 
-`options` are those of ops/options.py. `implementation` is "auto", "blocked" (XLA,
+`options` are those of options.py. `implementation` is "auto", "blocked" (XLA,
 everywhere), "pallas_gpu" (a kernel for Hopper GPUs), "pallas_tpu" (one for TPUs) or
 "reference" (dense: for checking). "auto" takes the GPU kernel where it runs and XLA
 elsewhere (the TPU kernel has been compiled for TPUs but not timed on one, so it is

@@ -19,7 +19,7 @@ class Options:
             probability zero. None means all of them.
         vocab_axis: inside `shard_map`, the mesh axis over which the table's rows are
             split; `vocab` and the labels still count the whole vocabulary.
-        implementation: "auto", or one of the names in ops/api.py.
+        implementation: "auto", or one of the names in ops/mixture/api.py.
         budget_bytes: what one block of logits may take. None means 32 MiB, and on a
             GPU, but not in decoding, 1 GiB or, in `loss`, 4,096 rows of it if that is
             more: with fewer rows at a time the table's gradient is read and written
