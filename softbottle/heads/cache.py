@@ -5,8 +5,8 @@
 
 ops/cache/api.py derives it. The cache has no parameters. It is the history of the same
 text (`history`: the states before, each with the word that followed it) or any other
-memory of states and words (`given`: an encoder's). Neither the loss nor its gradient holds an
-array over tokens and vocabulary, or scatters over the vocabulary.
+memory of states and words (`given`: an encoder's). Neither the loss nor its gradient
+holds an array over tokens and vocabulary, or scatters over the vocabulary.
 """
 
 import functools
