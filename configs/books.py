@@ -24,22 +24,40 @@ def get_config(argument: str = "histalign") -> Config:
             f"{argument!r} is not OBJECTIVE[,finetune]; objectives are {OBJECTIVES}."
         )
     config = Config()
-    data, model, optim = config.data, config.model, config.optim
-    data.name, data.path, data.unit = "lm1b", "data/books", "packed"
-    data.vocab_size, data.lowercase = 20_000, True
-    data.rows, data.length = 64, 256
-    data.eval_rows, data.test_rows, data.eval_length = 64, 64, 256
+    data = config.data
+    model = config.model
+    optim = config.optim
+    data.name = "lm1b"
+    data.path = "data/books"
+    data.unit = "packed"
+    data.vocab_size = 20_000
+    data.lowercase = True
+    data.rows = 64
+    data.length = 256
+    data.eval_rows = 64
+    data.test_rows = 64
+    data.eval_length = 256
     config.head.name = "softmax"
-    model.backbone, model.layers, model.attention_heads = "transformer", 6, 4
-    model.embed_dim = model.hidden_dim = model.last_dim = 256
+    model.backbone = "transformer"
+    model.layers = 6
+    model.attention_heads = 4
+    model.embed_dim = 256
+    model.hidden_dim = 256
+    model.last_dim = 256
     model.compute_dtype = "bfloat16"
     config.cache.objective = objective
-    optim.learning_rate, optim.clip, optim.weight_decay = 1e-3, 1.0, 0.01
+    optim.learning_rate = 1e-3
+    optim.clip = 1.0
+    optim.weight_decay = 0.01
     optim.warmup_steps = 200
-    config.train.steps = config.train.checkpoint_every = 3000
-    config.train.eval_every, config.train.log_every = 1000, 100
+    config.train.steps = 3000
+    config.train.checkpoint_every = 3000
+    config.train.eval_every = 1000
+    config.train.log_every = 100
     if stages:
-        optim.learning_rate, optim.warmup_steps = 2e-4, 50
-        config.train.steps = config.train.eval_every = 500
+        optim.learning_rate = 2e-4
+        optim.warmup_steps = 50
+        config.train.steps = 500
+        config.train.eval_every = 500
     optim.decay_steps = config.train.steps
     return config

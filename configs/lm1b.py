@@ -4,7 +4,7 @@
         --config.data.path=data/lm1b
     python launch/train.py --config configs/lm1b.py:mos,modern --distributed \
         --workdir runs/lm1b-modern --config.data.path=data/lm1b \
-        --config.mesh.data=-1 --config.mesh.model=4
+        --config.mesh.data=none --config.mesh.model=4
 
 `data.path` is a folder in the benchmark's own layout, plain or compressed, or a TFDS
 data set prepared as array_record. Heads: mos (112,850,364 parameters), softmax
@@ -27,37 +27,65 @@ def get_config(argument: str = "mos") -> Config:
     if head not in HEADS or variants not in ([], ["modern"]):
         raise ValueError(f"{argument!r} is not HEAD[,modern]; heads are {HEADS}.")
     config = Config()
-    data, model, optim = config.data, config.model, config.optim
-    data.name, data.path = "lm1b", "data/lm1b"
-    data.vocab_size, data.lowercase = 100_000, True
-    data.rows, data.length = 128, 20
-    data.eval_rows, data.test_rows, data.eval_length = 64, 64, 20
-    model.layers, model.compute_dtype, model.vocab_multiple = 2, "bfloat16", 32
-    model.hidden_dim = model.last_dim = 1024
+    data = config.data
+    model = config.model
+    optim = config.optim
+    data.name = "lm1b"
+    data.path = "data/lm1b"
+    data.vocab_size = 100_000
+    data.lowercase = True
+    data.rows = 128
+    data.length = 20
+    data.eval_rows = 64
+    data.test_rows = 64
+    data.eval_length = 20
+    model.layers = 2
+    model.compute_dtype = "bfloat16"
+    model.vocab_multiple = 32
+    model.hidden_dim = 1024
+    model.last_dim = 1024
     model.embed_dim = 900 if head in MIXTURES else 1024
     config.head.name = head
     config.head.components = 7 if head in MIXTURES else 1
-    optim.name, optim.learning_rate, optim.clip = "adamw", 1e-3, 1.0
-    optim.warmup_steps, optim.decay_steps = 1000, 320_000
-    config.train.steps, config.train.epochs = 0, 1
-    config.train.eval_every = config.train.checkpoint_every = 10_000
+    optim.name = "adamw"
+    optim.learning_rate = 1e-3
+    optim.clip = 1.0
+    optim.warmup_steps = 1000
+    optim.decay_steps = 320_000
+    config.train.steps = None
+    config.train.epochs = 1
+    config.train.eval_every = 10_000
+    config.train.checkpoint_every = 10_000
     config.train.log_every = 200
     return _modernised(config) if variants else config
 
 
 def _modernised(config):
-    data, model, optim = config.data, config.model, config.optim
-    data.vocab_size, data.lowercase, data.unit = 793_471, False, "packed"
-    data.rows, data.length = 256, 256
-    data.eval_rows, data.test_rows, data.eval_length = 256, 256, 256
-    model.backbone, model.layers, model.attention_heads = "transformer", 12, 16
-    model.remat = model.scan_layers = True
+    data = config.data
+    model = config.model
+    optim = config.optim
+    data.vocab_size = 793_471
+    data.lowercase = False
+    data.unit = "packed"
+    data.rows = 256
+    data.length = 256
+    data.eval_rows = 256
+    data.test_rows = 256
+    data.eval_length = 256
+    model.backbone = "transformer"
+    model.layers = 12
+    model.attention_heads = 16
+    model.remat = True
+    model.scan_layers = True
     model.vocab_multiple = 128
     model.embed_dim = 512 if config.head.name in MIXTURES else 1024
     if config.head.name in MIXTURES:
         config.head.components = 4
-    optim.learning_rate, optim.weight_decay = 5e-4, 0.1
-    optim.warmup_steps, optim.decay_steps = 500, 12_600
-    config.train.eval_every = config.train.checkpoint_every = 1000
+    optim.learning_rate = 5e-4
+    optim.weight_decay = 0.1
+    optim.warmup_steps = 500
+    optim.decay_steps = 12_600
+    config.train.eval_every = 1000
+    config.train.checkpoint_every = 1000
     config.train.log_every = 20
     return config

@@ -31,46 +31,69 @@ def get_config(argument: str = "mos") -> Config:
             f"{argument!r} is not HEAD[,STAGE]; heads are {HEADS}, stages {STAGES}."
         )
     config = Config()
-    config.data.name, config.data.path = "ptb", "data/ptb"
-    config.data.length, config.data.variable, config.data.max_delta = 70, True, 40
-    config.model.layers, config.model.compute_dtype = 3, "bfloat16"
+    config.data.name = "ptb"
+    config.data.path = "data/ptb"
+    config.data.length = 70
+    config.data.variable = True
+    config.data.max_delta = 40
+    config.model.layers = 3
+    config.model.compute_dtype = "bfloat16"
     config.head.name = head
     regularise = config.regularise
-    regularise.rows, regularise.input, regularise.recurrent = 0.1, 0.4, 0.5
-    regularise.output, regularise.activation, regularise.slowness = 0.4, 2.0, 1.0
+    regularise.rows = 0.1
+    regularise.input = 0.4
+    regularise.recurrent = 0.5
+    regularise.output = 0.4
+    regularise.activation = 2.0
+    regularise.slowness = 1.0
     optim = config.optim
-    optim.name, optim.clip, optim.weight_decay = "sgd", 0.25, 1.2e-6
-    optim.averaging, optim.patience = "nt", 5
-    config.train.steps, config.train.log_every = 0, 200
+    optim.name = "sgd"
+    optim.clip = 0.25
+    optim.weight_decay = 1.2e-6
+    optim.averaging = "nt"
+    optim.patience = 5
+    config.train.steps = None
+    config.train.log_every = 200
     config.train.checkpoint_every = 5000
     (_mixture if head in MIXTURES else _single)(config)
     if head == "gss":
-        config.head.center, config.head.slope = -1.5, 2.5
+        config.head.center = -1.5
+        config.head.slope = 2.5
     if head == "plif":
         optim.slope_learning_rate = 0.02
     if "et" in stages:
-        optim.averaging, optim.switch_epoch = "et", 200
+        optim.averaging = "et"
+        optim.switch_epoch = 200
     if "finetune" in stages:
-        optim.averaging, config.train.stop_patience = "now", 5
+        optim.averaging = "now"
+        config.train.stop_patience = 5
         optim.learning_rate = 25.0 if head in MIXTURES else 30.0
     return config
 
 
 def _mixture(config):
     """The MoS paper's settings."""
-    config.data.rows, config.head.components = 12, 15
+    config.data.rows = 12
+    config.head.components = 15
     model = config.model
-    model.embed_dim, model.hidden_dim, model.last_dim = 280, 960, 620
-    config.regularise.hidden, config.regularise.latent = 0.225, 0.29
+    model.embed_dim = 280
+    model.hidden_dim = 960
+    model.last_dim = 620
+    config.regularise.hidden = 0.225
+    config.regularise.latent = 0.29
     config.optim.learning_rate = 20.0
-    config.train.epochs, config.seed = 1000, 28
+    config.train.epochs = 1000
+    config.seed = 28
 
 
 def _single(config):
     """The AWD-LSTM's settings."""
     config.data.rows = 20
     model = config.model
-    model.embed_dim, model.hidden_dim, model.last_dim = 400, 1150, 400
+    model.embed_dim = 400
+    model.hidden_dim = 1150
+    model.last_dim = 400
     config.regularise.hidden = 0.25
     config.optim.learning_rate = 30.0
-    config.train.epochs, config.seed = 500, 141
+    config.train.epochs = 500
+    config.seed = 141

@@ -17,14 +17,19 @@ def get_config(head: str = "mos") -> Config:
     if head not in COMPONENTS:
         raise ValueError(f"no head {head!r} here; there are {sorted(COMPONENTS)}.")
     config = Config()
-    config.data.rows, config.data.length = 32, 32
+    config.data.rows = 32
+    config.data.length = 32
     config.data.synthetic.words = 64
     config.data.synthetic.train_tokens = 2_000_000
     config.data.synthetic.eval_tokens = 100_000
-    config.data.eval_rows, config.data.test_rows = 100, 100
-    config.head.name, config.head.components = head, COMPONENTS[head]
-    config.model.backbone, config.model.tied = "window", False
-    config.model.embed_dim = config.model.hidden_dim = 64
+    config.data.eval_rows = 100
+    config.data.test_rows = 100
+    config.head.name = head
+    config.head.components = COMPONENTS[head]
+    config.model.backbone = "window"
+    config.model.tied = False
+    config.model.embed_dim = 64
+    config.model.hidden_dim = 64
     config.model.context_dim = 8
     # A mixture's contexts are projections of a state that may be wider than they are;
     # a single softmax reads the state itself.

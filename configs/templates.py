@@ -22,22 +22,36 @@ def get_config(argument: str = "histalign") -> Config:
             f"{argument!r} is not OBJECTIVE[,finetune]; objectives are {OBJECTIVES}."
         )
     config = Config()
-    data, model, optim = config.data, config.model, config.optim
-    data.name, data.unit = "templates", "answers"
-    data.rows, data.length = 64, 20
-    data.eval_rows, data.test_rows, data.eval_length = 100, 100, 20
+    data = config.data
+    model = config.model
+    optim = config.optim
+    data.name = "templates"
+    data.unit = "answers"
+    data.rows = 64
+    data.length = 20
+    data.eval_rows = 100
+    data.test_rows = 100
+    data.eval_length = 20
     config.head.name = "softmax"
-    model.backbone, model.layers, model.attention_heads = "transformer", 2, 4
-    model.embed_dim = model.hidden_dim = model.last_dim = 32
+    model.backbone = "transformer"
+    model.layers = 2
+    model.attention_heads = 4
+    model.embed_dim = 32
+    model.hidden_dim = 32
+    model.last_dim = 32
     model.table_range = 0.5
     config.cache.objective = objective
-    optim.learning_rate, optim.clip = 3e-3, 1.0
+    optim.learning_rate = 3e-3
+    optim.clip = 1.0
     optim.warmup_steps = 100
     config.train.steps = 2000
-    config.train.eval_every, config.train.log_every = 500, 200
+    config.train.eval_every = 500
+    config.train.log_every = 200
     config.train.checkpoint_every = 1000
     if stages:
-        optim.learning_rate, optim.warmup_steps = 3e-4, 20
-        config.train.steps = config.train.eval_every = 300
+        optim.learning_rate = 3e-4
+        optim.warmup_steps = 20
+        config.train.steps = 300
+        config.train.eval_every = 300
     optim.decay_steps = config.train.steps
     return config

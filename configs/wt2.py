@@ -13,37 +13,31 @@ with dynamic evaluation 42.41 / 40.68. What this repository measured, and how lo
 took, is in BUILD_NOTES.md.
 """
 
-import importlib.util
-import pathlib
-
+from configs import ptb
 from softbottle.config import Config
 
 
 def get_config(argument: str = "mos") -> Config:
-    ptb = _sibling("ptb")
     config = ptb.get_config(argument)
-    config.data.name, config.data.path = "wt2", "data/wikitext-2"
+    config.data.name = "wt2"
+    config.data.path = "data/wikitext-2"
     config.seed = 1882
     finetune = "finetune" in argument.split(",")
     if config.head.name in ptb.MIXTURES:
-        config.data.rows, config.data.max_delta = 15, 20
+        config.data.rows = 15
+        config.data.max_delta = 20
         model = config.model
-        model.embed_dim, model.hidden_dim, model.last_dim = 300, 1150, 650
-        config.regularise.input, config.regularise.hidden = 0.55, 0.2
+        model.embed_dim = 300
+        model.hidden_dim = 1150
+        model.last_dim = 650
+        config.regularise.input = 0.55
+        config.regularise.hidden = 0.2
         config.optim.learning_rate = 20.0 if finetune else 15.0
     else:
         config.data.rows = 80
-        config.regularise.input, config.regularise.hidden = 0.65, 0.2
+        config.regularise.input = 0.65
+        config.regularise.hidden = 0.2
         config.train.epochs = 750
     if config.head.name == "gss":
         config.head.slope = 3.0
     return config
-
-
-def _sibling(name):
-    """Another file of this folder; config files are loaded by path, not as modules."""
-    path = pathlib.Path(__file__).with_name(f"{name}.py")
-    spec = importlib.util.spec_from_file_location(f"{name}_config", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module

@@ -1,7 +1,7 @@
 """Compile a training step for machines that are not here, and say what it takes.
 
     python launch/compile.py --config configs/lm1b.py:mos --topology v5e:16x16 \
-        --config.mesh.data=-1 --config.mesh.model=4 --tokens-per-chip 2048
+        --config.mesh.data=none --config.mesh.model=4 --tokens-per-chip 2048
     python launch/compile.py --config configs/lm1b.py:mos --topology h200
 
 The whole step is compiled by that machine's own compiler, from shapes alone: it takes
@@ -32,7 +32,7 @@ def main() -> None:
     """Compile what the flags say and print what it takes."""
     if CONFIG.value is None or TOPOLOGY.value is None:
         raise app.UsageError("--config and --topology are needed")
-    vocab = VOCAB.value or CONFIG.value.data.vocab_size
+    vocab = VOCAB.value or CONFIG.value.data.vocab_size or 0
     if vocab < 2:
         raise app.UsageError("--vocab is needed: the config does not say how many")
 

@@ -7,7 +7,7 @@
 Started again with the same --workdir, a run goes on from its newest checkpoint.
 
     python launch/train.py --config configs/lm1b.py:mos \
-        --config.mesh.data=-1 --config.mesh.model=4 --distributed
+        --config.mesh.data=none --config.mesh.model=4 --distributed
 
 uses every device of every process: on TPU pods, under Slurm and under mpirun jax finds
 the others by itself; elsewhere --coordinator, --processes and --process say who is who.

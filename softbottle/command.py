@@ -6,7 +6,10 @@ that is no number) is told in one line too, with status 1. `--traceback` shows w
 either came from. Anything else is a bug and shows its traceback anyway.
 """
 
+import itertools
 import math
+import pathlib
+import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -51,7 +54,23 @@ def run(main: Callable[[], int | None]) -> NoReturn:
 
 def _parse(arguments):
     config_lib.check_overrides(arguments[1:])
-    return flags.FLAGS(arguments)
+    _let_configs_import_one_another(arguments)
+    # The flags of a number do not take a word, so what is unset is taken out of them.
+    unset = [re.fullmatch(r"--config\.([\w.]+)=none", word) for word in arguments]
+    rest = [word for word, found in zip(arguments, unset, strict=True) if not found]
+    remaining = flags.FLAGS(rest)
+    for found in filter(None, unset):
+        config_lib.unset(flags.FLAGS.config, found[1])
+    return remaining
+
+
+def _let_configs_import_one_another(arguments):
+    """Put the folder above the config's on the path: `from configs import ptb`."""
+    for word, following in itertools.pairwise([*arguments, ""]):
+        file = following if word in ("--config", "-config") else word.partition("=")[2]
+        if re.match(r"--?config(=|$)", word) and file:
+            folder = pathlib.Path(file.partition(":")[0]).resolve().parents[1]
+            sys.path.append(str(folder))
 
 
 def _told(function):

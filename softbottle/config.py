@@ -1,16 +1,22 @@
 """Every setting of a run, with its default, in one place.
 
 A config is a tree of dataclasses. It is mutable while it is being put together (by a
-file under configs/ and by `--config.section.field=value`) and frozen by `validate`,
-which is the only place where settings are checked against each other. A field that
-does not exist, or a value of the wrong type, is an error the moment it is set.
+file under configs/ and by `--config.section.field=value`); `validate` checks it and
+returns a frozen copy. A field that does not exist, or a value of the wrong type, is an
+error the moment it is set. `None` is "not set", and `=none` on the command line.
+
+What a field allows stands beside it: `within(default, low, high)` bounds it on both
+sides, ends included; `positive` is above 0; `one_of` lists its values.
 """
 
+import copy
 import dataclasses
+import functools
 import json
 import math
 import re
-from collections.abc import Sequence
+import typing
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 HEADS = ("softmax", "moc", "mos", "sigsoftmax", "moss", "gss", "plif", "lowrank")
@@ -21,6 +27,27 @@ OBJECTIVES = ("plain", "trime", "histalign")
 UNITS = ("stream", "packed", "lines", "answers")
 AVERAGING = ("none", "nt", "et", "now")
 DTYPES = ("float32", "bfloat16")
+# The largest dropout rate: a rate of 1 would leave nothing.
+BELOW_ONE = math.nextafter(1.0, 0.0)
+
+
+# Version of the settings' meaning, stored with them. 0 had 0 and "" for "not set".
+FORMAT = 1
+
+
+def within(default: Any, low: float, high: float = math.inf) -> Any:
+    """A field of a number in [low, high]."""
+    return dataclasses.field(default=default, metadata={"within": (low, high)})
+
+
+def positive(default: Any) -> Any:
+    """A field of a number above 0."""
+    return dataclasses.field(default=default, metadata={"positive": True})
+
+
+def one_of(default: str, choices: Sequence[str]) -> Any:
+    """A field of one of some words."""
+    return dataclasses.field(default=default, metadata={"choices": tuple(choices)})
 
 
 class Section:
@@ -35,15 +62,18 @@ class Section:
                 f"the config is validated and frozen; {self._title()}.{name} "
                 "can no longer be set."
             )
-        types = {field.name: field.type for field in dataclasses.fields(self)}
+        types = {field.name: _types(field) for field in dataclasses.fields(self)}
         if name not in types:
             raise ValueError(self._no_field(name))
-        if types[name] is float and type(value) is int:
+        if float in types[name] and type(value) is int:
             value = float(value)
-        if type(value) is not types[name]:
+        if type(value) not in types[name]:
+            allowed = " or ".join(
+                "None" if kind is type(None) else kind.__name__ for kind in types[name]
+            )
             raise ValueError(
-                f"{self._title()}.{name} must be {types[name].__name__}, "
-                f"got {value!r} of type {type(value).__name__}."
+                f"{self._title()}.{name} must be {allowed}, got {value!r} of type "
+                f"{type(value).__name__}."
             )
         object.__setattr__(self, name, value)
 
@@ -63,40 +93,40 @@ class Section:
 class Synthetic(Section):
     """The built-in language: see data/synthetic.py."""
 
-    words: int = 64
-    spread: float = 1.5  # standard deviation of the true logits
-    train_tokens: int = 4_000_000
-    eval_tokens: int = 100_000
-    seed: int = 0
+    words: int = within(64, 4)
+    spread: float = positive(1.5)  # standard deviation of the true logits
+    train_tokens: int = positive(4_000_000)
+    eval_tokens: int = positive(100_000)
+    seed: int = within(0, 0)
 
 
 @dataclasses.dataclass
 class Templates(Section):
     """The ambiguous templates: see data/templates.py."""
 
-    train_lines: int = 20_000
-    eval_lines: int = 1_000
-    seed: int = 0
+    train_lines: int = positive(20_000)
+    eval_lines: int = positive(1_000)
+    seed: int = within(0, 0)
 
 
 @dataclasses.dataclass
 class Data(Section):
     """Which text, and how it becomes integers."""
 
-    name: str = "synthetic"  # one of CORPORA
-    path: str = ""  # the folder that holds the corpus
-    cache: str = ""  # where encodings are kept; empty: ~/.cache/softbottle
-    vocab_size: int = 0  # keep the most frequent types; 0 keeps all of them
-    vocab_file: str = ""  # a given vocabulary, one word a line
+    name: str = one_of("synthetic", CORPORA)
+    path: str | None = None  # the folder that holds the corpus
+    cache: str | None = None  # where encodings are kept; None: ~/.cache/softbottle
+    vocab_size: int | None = within(None, 3)  # keep the most frequent types; None: all
+    vocab_file: str | None = None  # a given vocabulary, one word per line
     lowercase: bool = False
-    unit: str = "stream"  # one of UNITS; what a row of a batch holds: data/lines.py
-    rows: int = 32  # rows of a training batch
-    length: int = 32  # positions of a row; the law's mean when it is variable
+    unit: str = one_of("stream", UNITS)  # what a row of a batch holds: data/lines.py
+    rows: int = positive(32)  # rows of a training batch
+    length: int = positive(32)  # positions of a row; the law's mean when it is variable
     variable: bool = False  # draw each batch's length by the AWD-LSTM law
-    max_delta: int = 40  # a drawn length is at most length + max_delta
-    eval_rows: int = 10
-    test_rows: int = 1
-    eval_length: int = 70
+    max_delta: int = within(40, 0)  # a drawn length is at most length + max_delta
+    eval_rows: int = positive(10)
+    test_rows: int = positive(1)
+    eval_length: int = positive(70)
     synthetic: Synthetic = dataclasses.field(default_factory=Synthetic)
     templates: Templates = dataclasses.field(default_factory=Templates)
 
@@ -105,14 +135,14 @@ class Data(Section):
 class Head(Section):
     """The output layer; a field is read only by the heads that have it."""
 
-    name: str = "mos"  # one of HEADS
-    components: int = 1  # mos, moc, moss; gss and plif when above 1
+    name: str = one_of("mos", HEADS)
+    components: int = positive(1)  # mos, moc, moss; gss and plif when above 1
     center: float = 0.0  # gss
-    slope: float = 1.0  # gss
-    knots: int = 100_000  # plif
-    span: float = 20.0  # plif
-    rank: int = 0  # lowrank
-    budget_mib: int = 0  # what one block of logits may take; 0: the platform's own
+    slope: float = positive(1.0)  # gss
+    knots: int = positive(100_000)  # plif
+    span: float = positive(20.0)  # plif
+    rank: int = within(0, 0)  # lowrank
+    budget_mib: int = within(0, 0)  # of a block of logits; 0: the platform's own
     implementation: str = "auto"  # see ops/mixture/api.py
 
 
@@ -120,18 +150,18 @@ class Head(Section):
 class Model(Section):
     """Table and backbone."""
 
-    backbone: str = "awd_lstm"  # one of BACKBONES
-    embed_dim: int = 8  # width of the input table; of the output table when tied
-    context_dim: int = 0  # width of the output table; 0: embed_dim
-    hidden_dim: int = 64  # inner width of the backbone
-    last_dim: int = 8  # width of the state that the head reads
-    layers: int = 1
-    attention_heads: int = 4  # transformer
-    order: int = 1  # window: how many words it sees
+    backbone: str = one_of("awd_lstm", BACKBONES)
+    embed_dim: int = positive(8)  # width of the input table; of the output's when tied
+    context_dim: int | None = positive(None)  # of the output table; None: embed_dim
+    hidden_dim: int = positive(64)  # inner width of the backbone
+    last_dim: int = positive(8)  # width of the state that the head reads
+    layers: int = positive(1)
+    attention_heads: int = positive(4)  # transformer
+    order: int = positive(1)  # window: how many words it sees
     tied: bool = True  # one table for input and output
-    table_range: float = 0.1  # the tables start uniform in plus or minus this
-    vocab_multiple: int = 1  # table rows are rounded up to a multiple of this
-    compute_dtype: str = "float32"  # one of DTYPES; parameters stay float32
+    table_range: float = positive(0.1)  # tables start uniform in plus or minus this
+    vocab_multiple: int = positive(1)  # table rows are rounded up to a multiple of this
+    compute_dtype: str = one_of("float32", DTYPES)  # parameters stay float32
     remat: bool = False  # transformer
     scan_layers: bool = False  # transformer
 
@@ -140,14 +170,14 @@ class Model(Section):
 class Regularise(Section):
     """Dropout rates, and the penalties AR and TAR."""
 
-    rows: float = 0.0  # whole rows of the input table (dropoute)
-    input: float = 0.0  # embedded tokens, locked over time (dropouti)
-    hidden: float = 0.0  # between layers, locked (dropouth)
-    output: float = 0.0  # last layer, locked (dropout)
-    latent: float = 0.0  # the mixture's contexts, locked (dropoutl)
-    recurrent: float = 0.0  # hidden-to-hidden weights (wdrop)
-    activation: float = 0.0  # AR, on the dropped last output (alpha)
-    slowness: float = 0.0  # TAR, on the raw last output (beta)
+    rows: float = within(0.0, 0, BELOW_ONE)  # whole rows of the input table (dropoute)
+    input: float = within(0.0, 0, BELOW_ONE)  # embedded tokens, locked over time
+    hidden: float = within(0.0, 0, BELOW_ONE)  # between layers, locked (dropouth)
+    output: float = within(0.0, 0, BELOW_ONE)  # last layer, locked (dropout)
+    latent: float = within(0.0, 0, BELOW_ONE)  # the mixture's contexts, locked
+    recurrent: float = within(0.0, 0, BELOW_ONE)  # hidden-to-hidden weights (wdrop)
+    activation: float = within(0.0, 0)  # AR, on the dropped last output (alpha)
+    slowness: float = within(0.0, 0)  # TAR, on the raw last output (beta)
 
 
 @dataclasses.dataclass
@@ -158,51 +188,53 @@ class Cache(Section):
     alpha times the ranking loss to that.
     """
 
-    objective: str = "plain"  # one of OBJECTIVES
-    alpha: float = 1.0  # histalign: weight of the ranking loss
-    margin: float = 0.001  # histalign: lambda, for every place in the order
+    objective: str = one_of("plain", OBJECTIVES)
+    alpha: float = within(1.0, 0)  # histalign: weight of the ranking loss
+    margin: float = within(0.001, 0)  # histalign: lambda, for every place in the order
 
 
 @dataclasses.dataclass
 class Optim(Section):
     """The optimiser, its schedule and its average."""
 
-    name: str = "adamw"  # one of OPTIMISERS
-    learning_rate: float = 1e-3
-    slope_learning_rate: float = 0.0  # plif's slopes; 0: as all the rest
-    warmup_steps: int = 0  # adamw: a linear rise
-    decay_steps: int = 0  # adamw: a cosine fall over these steps; 0: none
-    end_factor: float = 0.0  # adamw: the last learning rate over the peak
-    weight_decay: float = 0.0
-    clip: float = 0.0  # global norm; 0 switches it off
-    averaging: str = "none"  # one of AVERAGING
-    patience: int = 5  # nt: epochs without a new best before averaging
-    switch_epoch: int = 200  # et: the epoch at which averaging begins
-    accumulate: int = 1  # gradient accumulation: parts a batch is cut into
+    name: str = one_of("adamw", OPTIMISERS)
+    learning_rate: float = positive(1e-3)
+    slope_learning_rate: float | None = positive(None)  # plif's slopes; None: as others
+    warmup_steps: int = within(0, 0)  # adamw: a linear rise
+    decay_steps: int | None = positive(None)  # adamw: a cosine fall over these steps
+    end_factor: float = within(0.0, 0)  # adamw: the last learning rate over the peak
+    weight_decay: float = within(0.0, 0)
+    clip: float | None = positive(None)  # global norm
+    averaging: str = one_of("none", AVERAGING)
+    patience: int = positive(5)  # nt: epochs without a new best before averaging
+    switch_epoch: int = within(200, 0)  # et: the epoch at which averaging begins
+    accumulate: int = positive(1)  # gradient accumulation: parts a batch is cut into
 
 
 @dataclasses.dataclass
 class Mesh(Section):
     """How many devices share a run, and how: see sharding.py."""
 
-    data: int = 1  # groups of devices, each with rows of its own; -1: all there are
-    model: int = 1  # devices of a group, each with words of its own
+    data: int | None = positive(1)  # groups of devices, by rows; None: all there are
+    model: int = positive(1)  # devices of a group, each with words of its own
 
 
 @dataclasses.dataclass
 class Train(Section):
-    """The loop."""
+    """The loop; it ends after `steps` or `epochs`, whichever comes first."""
 
-    steps: int = 1000  # 0: as many as `epochs` has
-    epochs: int = 0
-    eval_every: int = 0  # steps; 0: once an epoch
-    log_every: int = 50
-    checkpoint_every: int = 500  # steps
-    keep: int = 2  # newest checkpoints kept, beside the best
+    steps: int | None = positive(1000)
+    epochs: int | None = positive(None)
+    eval_every: int | None = positive(None)  # steps; None: once per epoch
+    log_every: int = positive(50)
+    checkpoint_every: int = positive(500)  # steps
+    keep: int = within(
+        2, 2
+    )  # newest checkpoints: one is there while another is written
     series: bool = False  # also keep checkpoints at log-spaced steps
-    init_from: str = ""  # start from the best checkpoint of this run
-    profile_steps: int = 0  # trace so many to workdir/profile: see profiling.py
-    stop_patience: int = 0  # stop when no better than the best of all but so many
+    init_from: str | None = None  # start from the best checkpoint of this run
+    profile_steps: int | None = positive(None)  # trace so many: see training/profiling
+    stop_patience: int | None = positive(None)  # stop if no better than all but so many
     equal_softmax: bool = False  # also train a softmax with as many parameters
 
 
@@ -218,44 +250,62 @@ class Config(Section):
     optim: Optim = dataclasses.field(default_factory=Optim)
     train: Train = dataclasses.field(default_factory=Train)
     mesh: Mesh = dataclasses.field(default_factory=Mesh)
-    seed: int = 0
+    seed: int = within(0, 0)
 
 
 def validate(config: Config) -> Config:
-    """Check every setting against the others and freeze the config.
+    """Check every setting, alone and against the others.
 
     Returns:
-        The same config, frozen.
+        A frozen copy; the config itself stays as it is.
 
     Raises:
         ValueError: naming the field, its value and what was expected.
     """
-    _check_choices(config)
-    _check_ranges(config)
-    _check_widths(config)
-    nested = (config.data.synthetic, config.data.templates)
-    for section in (config, *nested, *_sections(config)):
+    for name, field, value in _leaves(config):
+        _check(name, field.metadata, value)
+    _check_together(config)
+    frozen = copy.deepcopy(config)
+    for section in _sections(frozen):
         object.__setattr__(section, "_frozen", True)
-    return config
+    return frozen
 
 
-def to_dict(config: Section) -> dict[str, Any]:
-    """The config as nested plain values, for JSON."""
-    return dataclasses.asdict(config)
+def to_dict(config: Config) -> dict[str, Any]:
+    """The config as nested plain values, for JSON, with the version of its format."""
+    return {"format": FORMAT, **dataclasses.asdict(config)}
 
 
-def from_dict(values: dict[str, Any]) -> Config:
-    """The inverse of `to_dict`.
+def from_dict(values: Mapping[str, Any]) -> Config:
+    """The inverse of `to_dict`; also reads what earlier versions wrote.
 
     Raises:
-        ValueError: for a field that does not exist or a value of another type.
+        ValueError: for a field that does not exist, a value of another type, or a
+            format of a later version.
     """
+    values = dict(values)
+    version = values.pop("format", 0)
+    if not isinstance(version, int) or version > FORMAT:
+        raise ValueError(
+            f"the settings are of format {version!r}, and this version of softbottle "
+            f"reads formats up to {FORMAT}: install a newer one."
+        )
     config = Config()
     try:
-        _update(config, values)
+        _update(config, values, _UNSET_BEFORE if version == 0 else {})
     except AttributeError as error:
         raise ValueError(str(error)) from error
     return config
+
+
+def unset(config: Config, name: str) -> None:
+    """Set a field, named like `train.steps`, to None.
+
+    Raises:
+        ValueError: if it cannot be None.
+    """
+    *sections, field = name.split(".")
+    setattr(functools.reduce(getattr, sections, config), field, None)
 
 
 def differences(ours: Config, theirs: dict[str, Any]) -> list[str]:
@@ -289,14 +339,35 @@ def context_dim(config: Config) -> int:
     return config.model.context_dim or config.model.embed_dim
 
 
-def _sections(config):
-    return [getattr(config, name) for name in _SECTION_NAMES]
+def _types(field):
+    """The types that a field's values may have."""
+    return typing.get_args(field.type) or (field.type,)
 
 
-def _update(section, values):
+def _sections(section):
+    """A section and all that are in it."""
+    yield section
+    for field in dataclasses.fields(section):
+        if isinstance(value := getattr(section, field.name), Section):
+            yield from _sections(value)
+
+
+def _leaves(section, prefix=""):
+    """(dotted name, field, value) of all settings."""
+    for field in dataclasses.fields(section):
+        name, value = prefix + field.name, getattr(section, field.name)
+        if isinstance(value, Section):
+            yield from _leaves(value, f"{name}.")
+        else:
+            yield name, field, value
+
+
+def _update(section, values, unset_before, prefix=""):
     for name, value in values.items():
-        if isinstance(value, dict) and isinstance(getattr(section, name), Section):
-            _update(getattr(section, name), value)
+        if isinstance(value, Mapping) and isinstance(getattr(section, name), Section):
+            _update(getattr(section, name), value, unset_before, f"{prefix}{name}.")
+        elif (prefix + name) in unset_before and value == unset_before[prefix + name]:
+            setattr(section, name, None)
         else:
             setattr(section, name, value)
 
@@ -311,79 +382,44 @@ def _flatten(values, prefix=""):
     return flat
 
 
-def _check_choices(config):
-    for name, value, choices in (
-        ("data.name", config.data.name, CORPORA),
-        ("data.unit", config.data.unit, UNITS),
-        ("head.name", config.head.name, HEADS),
-        ("model.backbone", config.model.backbone, BACKBONES),
-        ("model.compute_dtype", config.model.compute_dtype, DTYPES),
-        ("cache.objective", config.cache.objective, OBJECTIVES),
-        ("optim.name", config.optim.name, OPTIMISERS),
-        ("optim.averaging", config.optim.averaging, AVERAGING),
-    ):
-        if value not in choices:
-            raise ValueError(f"{name} must be one of {choices}, got {value!r}.")
-
-
-def _check_ranges(config):
-    flat = _flatten(to_dict(config))
-    positive = (
-        "data.rows data.length data.eval_rows data.test_rows data.eval_length "
-        "data.synthetic.train_tokens data.synthetic.eval_tokens head.components "
-        "head.knots head.span head.slope model.embed_dim "
-        "model.hidden_dim model.last_dim model.layers model.attention_heads "
-        "model.order model.table_range model.vocab_multiple optim.learning_rate "
-        "optim.accumulate optim.patience train.log_every train.checkpoint_every "
-        "data.synthetic.spread data.templates.train_lines data.templates.eval_lines "
-        "mesh.model"
-    )
-    for name in positive.split():
-        if not flat[name] > 0:
-            raise ValueError(f"{name} must be positive, got {flat[name]!r}.")
-    signed = ("head.center", "mesh.data")
-    for name, value in flat.items():
-        # jax takes the lowest 32 bits of a seed; no size needs as many.
-        if type(value) is int and value >= 2**32:
-            raise ValueError(f"{name} must be below 2**32, got {value}.")
-        if type(value) is float and not math.isfinite(value):
-            raise ValueError(f"{name} must be finite, got {value!r}.")
-        if isinstance(value, int | float) and not value >= 0 and name not in signed:
+def _check(name, allowed, value):
+    """Raise ValueError unless a value is what its field allows; None always is."""
+    if value is None:
+        return
+    if "choices" in allowed and value not in allowed["choices"]:
+        raise ValueError(f"{name} must be one of {allowed['choices']}, got {value!r}.")
+    if type(value) is float and not math.isfinite(value):
+        raise ValueError(f"{name} must be finite, got {value!r}.")
+    # jax takes the lowest 32 bits of a seed; no size needs as many.
+    if type(value) is int and value >= 2**32:
+        raise ValueError(f"{name} must be below 2**32, got {value}.")
+    if "positive" in allowed and not value > 0:
+        raise ValueError(f"{name} must be positive, got {value!r}.")
+    low, high = allowed.get("within", (-math.inf, math.inf))
+    if isinstance(value, int | float) and not low <= value <= high:
+        if high == BELOW_ONE:
+            raise ValueError(f"{name} must be in [0, 1), got {value!r}.")
+        if low == 0:
             raise ValueError(f"{name} must not be negative, got {value!r}.")
-    for name in ["rows", "input", "hidden", "output", "latent", "recurrent"]:
-        rate = getattr(config.regularise, name)
-        if not 0 <= rate < 1:
-            raise ValueError(f"regularise.{name} must be in [0, 1), got {rate!r}.")
-    if config.data.variable and config.data.unit != "stream":
+        raise ValueError(f"{name} must be at least {low}, got {value!r}.")
+
+
+def _check_together(config):
+    """Raise ValueError where settings contradict each other."""
+    data, model, head = config.data, config.model, config.head
+    if data.variable and data.unit != "stream":
         raise ValueError(
             f"data.variable draws the length of a stream's batches, and data.unit is "
-            f"{config.data.unit!r}."
+            f"{data.unit!r}."
         )
-    if config.data.synthetic.words < 4:
+    if config.train.steps is None and config.train.epochs is None:
         raise ValueError(
-            f"data.synthetic.words must be at least 4, "
-            f"got {config.data.synthetic.words}."
+            "neither train.steps nor train.epochs is set: nothing to train."
         )
-    if config.train.keep < 2:
-        raise ValueError(
-            "train.keep must be at least 2, so that a checkpoint is there while the "
-            f"next is written; got {config.train.keep}."
-        )
-    if config.mesh.data == 0 or config.mesh.data < -1:
-        raise ValueError(
-            f"mesh.data must be positive, or -1 for all devices; got "
-            f"{config.mesh.data}."
-        )
-    if not config.train.steps and not config.train.epochs:
-        raise ValueError("train.steps and train.epochs are both 0: nothing to train.")
-
-
-def _check_widths(config):
-    model, head = config.model, config.head
     if model.tied and context_dim(config) != model.embed_dim:
         raise ValueError(
             f"model.tied shares one table, so model.context_dim="
-            f"{model.context_dim} must be 0 or model.embed_dim={model.embed_dim}."
+            f"{model.context_dim} must be None or model.embed_dim={model.embed_dim}."
         )
     if head.name == "lowrank" and context_dim(config) != head.rank:
         raise ValueError(
@@ -391,20 +427,28 @@ def _check_widths(config):
             f"output table is {context_dim(config)} wide; set model.tied=False "
             f"and model.context_dim={head.rank}."
         )
-    if config.data.rows % config.optim.accumulate:
+    if data.rows % config.optim.accumulate:
         raise ValueError(
-            f"data.rows={config.data.rows} is not a multiple of "
+            f"data.rows={data.rows} is not a multiple of "
             f"optim.accumulate={config.optim.accumulate}."
         )
 
 
-_SECTION_NAMES = (
-    "data",
-    "head",
-    "model",
-    "regularise",
-    "cache",
-    "optim",
-    "train",
-    "mesh",
-)
+# What format 0 wrote for "not set".
+_UNSET_BEFORE = {
+    "data.path": "",
+    "data.cache": "",
+    "data.vocab_size": 0,
+    "data.vocab_file": "",
+    "model.context_dim": 0,
+    "optim.slope_learning_rate": 0.0,
+    "optim.decay_steps": 0,
+    "optim.clip": 0.0,
+    "mesh.data": -1,
+    "train.steps": 0,
+    "train.epochs": 0,
+    "train.eval_every": 0,
+    "train.init_from": "",
+    "train.profile_steps": 0,
+    "train.stop_patience": 0,
+}

@@ -44,7 +44,7 @@ def make_mesh(
     """The mesh of a config; None if it is one device of those at hand.
 
     Args:
-        config: `data` and `model`; data = -1 takes as many as there are devices for.
+        config: `data` and `model`; data = None takes as many as there are devices for.
         devices: all that there are; by default jax's own.
 
     Raises:
@@ -54,7 +54,7 @@ def make_mesh(
     devices = list(jax.devices() if at_hand else devices)
     devices.sort(key=lambda device: (device.process_index, device.id))
     model = config.model
-    data = len(devices) // model if config.data == -1 else config.data
+    data = len(devices) // model if config.data is None else config.data
     if not 1 <= data * model <= len(devices):
         raise ValueError(
             f"a mesh of mesh.data={config.data} by mesh.model={model} needs "
@@ -63,7 +63,7 @@ def make_mesh(
     if data * model < len(devices) and devices[-1].process_index > 0:
         raise ValueError(
             f"a mesh of {data} by {model} leaves out {len(devices) - data * model} of "
-            f"the job's {len(devices)} devices; mesh.data=-1 takes all."
+            f"the job's {len(devices)} devices; mesh.data=none takes all."
         )
     if data * model == 1 and at_hand:
         return None

@@ -1,3 +1,4 @@
+import functools
 import json
 
 import pytest
@@ -102,7 +103,25 @@ def test_the_centre_of_gss_may_be_negative():
 
 def test_a_run_without_steps_and_epochs_is_refused():
     with pytest.raises(ValueError, match="nothing to train"):
-        configs.validate(changed("train.steps", 0))
+        configs.validate(changed("train.steps", None))
+
+
+@pytest.mark.parametrize(
+    "path", ["train.steps", "model.context_dim", "data.vocab_size", "mesh.data"]
+)
+def test_what_can_be_unset_is_none_and_never_zero(path):
+    with pytest.raises(ValueError, match=f"{path} must be .*got 0"):
+        configs.validate(changed(path, 0))
+    config = changed("train.epochs", 1)
+    configs.unset(config, path)
+    *sections, field = path.split(".")
+    section = functools.reduce(getattr, sections, configs.validate(config))
+    assert getattr(section, field) is None
+
+
+def test_what_cannot_be_unset_says_so():
+    with pytest.raises(ValueError, match="Data.rows must be int, got None"):
+        configs.unset(Config(), "data.rows")
 
 
 def test_a_tied_table_has_one_width():
@@ -138,11 +157,30 @@ def test_a_validated_config_is_frozen(path):
         setattr(target, field, 5)
 
 
-def test_validating_one_config_freezes_no_other():
-    configs.validate(Config())
-    other = Config()
-    other.head.components = 2
-    assert other.head.components == 2
+def test_validating_freezes_a_copy():
+    config = Config()
+    frozen = configs.validate(config)
+    config.head.components = 2
+    assert (config.head.components, frozen.head.components) == (2, 1)
+
+
+def test_settings_of_a_later_version_are_refused():
+    stored = configs.to_dict(Config())
+    assert stored["format"] == configs.FORMAT
+    with pytest.raises(ValueError, match=r"format 99, .*up to \d+: install a newer"):
+        configs.from_dict(stored | {"format": 99})
+
+
+def test_settings_of_the_first_version_had_other_words_for_not_set():
+    stored = configs.to_dict(Config())
+    del stored["format"]
+    stored["train"] |= {"steps": 0, "epochs": 3, "init_from": "", "eval_every": 0}
+    stored["data"] |= {"path": "", "vocab_size": 0}
+    stored["mesh"]["data"] = -1
+    config = configs.validate(configs.from_dict(stored))
+    assert (config.train.steps, config.train.epochs) == (None, 3)
+    assert config.train.init_from is config.train.eval_every is None
+    assert config.data.path is config.data.vocab_size is config.mesh.data is None
 
 
 def test_a_config_survives_the_way_through_json():

@@ -1,3 +1,4 @@
+import dataclasses
 import importlib.util
 import itertools
 
@@ -96,8 +97,8 @@ SHARED = {
     "optim.clip": 0.25,
     "optim.averaging": "nt",
     "optim.patience": 5,
-    "train.steps": 0,
-    "train.eval_every": 0,
+    "train.steps": None,
+    "train.eval_every": None,
 }
 NAMES = (
     *("model.embed_dim", "model.hidden_dim", "model.last_dim", "head.components"),
@@ -194,6 +195,6 @@ def test_a_config_has_exactly_the_papers_parameters(name, head, vocab, expected)
 def test_lm1b_keeps_the_words_and_drops_nothing_as_the_paper_does():
     config = load("lm1b").get_config()
     assert (config.data.vocab_size, config.data.lowercase) == (100_000, True)
-    rates = configs.to_dict(config.regularise)
+    rates = dataclasses.asdict(config.regularise)
     assert set(rates.values()) == {0.0}
     assert config.model.layers == 2 and config.model.tied

@@ -206,7 +206,7 @@ def test_a_mesh_that_is_too_large_is_refused(layout, message):
 
 
 def test_all_devices_are_taken_on_request():
-    mesh = sharding.make_mesh(make_config(layout=(-1, 2)).mesh)
+    mesh = sharding.make_mesh(make_config(layout=(None, 2)).mesh)
     assert dict(mesh.shape) == {"data": 4, "model": 2}
     assert sharding.make_mesh(make_config(layout=(1, 1)).mesh) is None
 

@@ -39,7 +39,7 @@ trap stop TERM INT
     bash launch/pods/process.sh record "$BASHPID"
     exec "$PYTHON" launch/train.py --config "$CONFIG" --workdir "$WORKDIR" \
         --distributed --heartbeat_seconds="$HEARTBEAT" --stopped_status="$STOPPED" \
-        --config.mesh.data=-1 --config.mesh.model="$MODEL" "$@"
+        --config.mesh.data=none --config.mesh.model="$MODEL" "$@"
 ) &
 training=$!
 [[ $asked == false ]] || stop

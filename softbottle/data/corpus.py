@@ -162,7 +162,7 @@ def check(corpus: Corpus) -> Corpus:
 def _sources(config):
     """Where each split of the corpus is to be read from."""
     if not config.path:
-        raise ValueError(f"data.path must name the folder of {config.name}; it is ''.")
+        raise ValueError(f"data.path must name the folder of {config.name}.")
     folder = pathlib.Path(config.path).expanduser()
     if not folder.is_dir():
         raise FileNotFoundError(f"data.path is {config.path!r}, which is no folder.")

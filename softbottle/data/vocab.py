@@ -194,7 +194,7 @@ def most_frequent(numbering: Numbering, size: int, lowercase: bool) -> Vocab:
         ValueError: if there is no room beside the two special words.
     """
     if size < 3:
-        raise ValueError(f"vocab_size must be 0 or at least 3, got {size}.")
+        raise ValueError(f"vocab_size must be at least 3, got {size}.")
     words = list(numbering.lookup)
     order = np.argsort(-numbering.counts, kind="stable")
     ranked = (words[index] for index in order)

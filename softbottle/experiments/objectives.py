@@ -51,8 +51,9 @@ def run(
                 variant = config_lib.from_dict(config_lib.to_dict(config))
                 variant.cache.objective, variant.optim.learning_rate = objective, rate
                 variant.seed = variant.data.templates.seed = seed
-                start = variant.train.init_from.replace("{seed}", str(seed))
-                variant.train.init_from = start
+                if variant.train.init_from is not None:
+                    start = variant.train.init_from.replace("{seed}", str(seed))
+                    variant.train.init_from = start
                 folder = workdir / f"{objective}-{rate:g}-{seed}"
                 runs.append(sweep.trained(variant, folder))
             rows.append({"objective": objective, "rate": rate, "runs": runs})

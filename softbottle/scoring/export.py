@@ -38,6 +38,8 @@ _YOUNGER = {
     "text": dict,
 }  # files of the first version have none
 _ENTRIES |= _YOUNGER
+# Version of the files, stored in the index; 0 said none.
+FORMAT = 1
 
 
 def write(workdir: pathlib.Path | str, folder: pathlib.Path | str) -> int:
@@ -56,6 +58,7 @@ def write(workdir: pathlib.Path | str, folder: pathlib.Path | str) -> int:
         parts[name], sizes[name] = hashlib.sha256(part).hexdigest(), len(part)
     run.vocab.save(folder / _VOCAB)
     index = {
+        "format": FORMAT,
         "step": run.step,
         "shapes": [list(leaf.shape) for leaf in leaves],
         "parts": parts,
@@ -111,6 +114,12 @@ def _index(folder) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is no JSON: {error}") from error
     index = index if isinstance(index, dict) else {}
+    version = index.get("format", 0)
+    if not isinstance(version, int) or version > FORMAT:
+        raise ValueError(
+            f"{path} is of format {str(version)[:40]}, and this version of softbottle "
+            f"reads formats up to {FORMAT}: install a newer one."
+        )
     for name, kind in _ENTRIES.items():
         value = index.get(name)
         if type(value) is not kind and (name in index or name not in _YOUNGER):

@@ -28,6 +28,8 @@ import orbax.checkpoint as ocp
 from softbottle import distributed, files
 
 MANIFEST = "manifest.json"
+# Version of what a step holds, stored with it; 0 said none.
+FORMAT = 1
 # How many damaged steps of a folder are kept for whoever wants to look into them.
 BROKEN_KEPT = 2
 
@@ -104,7 +106,7 @@ class Checkpoints:
             Checkpoints._saving.wait()
         arguments = ocp.args.Composite(
             tree=ocp.args.StandardSave(_without_empty(tree)),
-            host=ocp.args.JsonSave(host),
+            host=ocp.args.JsonSave({"format": FORMAT, **host}),
         )
         try:
             begun = self._manager.save(step, args=arguments)
@@ -200,10 +202,21 @@ def read_newest(folder: pathlib.Path, like: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def read_host(folder: pathlib.Path, step: int) -> dict[str, Any]:
-    """The small JSON value that was saved with a step."""
+    """The small JSON value that was saved with a step.
+
+    Raises:
+        CheckpointError: if a later version wrote it.
+    """
     with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
         arguments = ocp.args.Composite(host=ocp.args.JsonRestore())
-        return reader.restore(folder.absolute() / str(step), args=arguments)["host"]
+        host = reader.restore(folder.absolute() / str(step), args=arguments)["host"]
+    version = host.pop("format", 0)
+    if version > FORMAT:
+        raise CheckpointError(
+            f"step {step} in {folder} is of format {version}, and this version of "
+            f"softbottle reads formats up to {FORMAT}: install a newer one."
+        )
+    return host
 
 
 def read(folder: pathlib.Path, step: int, like: Any) -> tuple[Any, dict[str, Any]]:
@@ -216,10 +229,9 @@ def read(folder: pathlib.Path, step: int, like: Any) -> tuple[Any, dict[str, Any
     is_right = is_good if jax.process_index() == 0 else is_sealed
     if not is_right(folder / str(step)):
         raise CheckpointError(f"step {step} in {folder} is missing or damaged.")
+    host = read_host(folder, step)
     abstract = jax.tree.map(_target, _without_empty(like))
-    arguments = ocp.args.Composite(
-        tree=ocp.args.StandardRestore(abstract), host=ocp.args.JsonRestore()
-    )
+    arguments = ocp.args.Composite(tree=ocp.args.StandardRestore(abstract))
     try:
         with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
             found = reader.restore(folder.absolute() / str(step), args=arguments)
@@ -236,7 +248,7 @@ def read(folder: pathlib.Path, step: int, like: Any) -> tuple[Any, dict[str, Any
         like,
         found["tree"],
     )
-    return tree, found["host"]
+    return tree, host
 
 
 def sealed_steps(folder: pathlib.Path) -> list[int]:

@@ -227,7 +227,7 @@ def _loop(trainer, state, history):
         # Of an earlier end; a job is finished only if the run that goes on now is.
         (trainer.workdir / "summary.json").unlink(missing_ok=True)
     # Processes of one machine would write the same files.
-    traced = train.profile_steps if jax.process_index() == 0 else 0
+    traced = (train.profile_steps or 0) if jax.process_index() == 0 else 0
     trace = profiling.Trace(trainer.workdir / "profile", step, traced, report.say)
     with (
         stopping.watch() as asked_to_stop,

@@ -10,7 +10,7 @@ from tests import commands
 def make_config():
     config = configs.Config()
     config.data.length, config.head.name, config.head.components = 5, "mos", 3
-    config.model.vocab_multiple, config.mesh.data, config.mesh.model = 8, -1, 2
+    config.model.vocab_multiple, config.mesh.data, config.mesh.model = 8, None, 2
     return config
 
 

@@ -280,7 +280,7 @@ mpi() {
         mpirun -n 2 --oversubscribe --bind-to none --mca btl self,vader,tcp \
         --mca btl_tcp_if_include lo --mca oob_tcp_if_include lo \
         "$PYTHON" launch/train.py --config configs/quickstart.py:mos \
-        --workdir "$root/mpi" --distributed --config.mesh.data=-1 \
+        --workdir "$root/mpi" --distributed --config.mesh.data=none \
         --config.mesh.model=2 "${SMALL[@]}" >"$root/mpi.log" 2>&1 || fail "mpirun: $?"
     compare mpi
 }

@@ -304,6 +304,16 @@ def test_a_reader_goes_on_to_the_step_that_took_the_place_of_its_own(
     chex.assert_trees_all_equal(tree, make_tree(11))
 
 
+def test_a_step_of_a_later_version_is_refused(folder, monkeypatch):
+    monkeypatch.setattr(checkpoint, "FORMAT", 99)
+    checkpoints = Checkpoints(folder, keep=2)
+    checkpoints.save(11, make_tree(11), host_of(11))
+    checkpoints.close()
+    monkeypatch.undo()
+    with pytest.raises(CheckpointError, match="11 in .* format 99.* install a newer"):
+        checkpoint.read_newest(folder, make_tree(0))
+
+
 def test_the_host_value_of_a_step_is_read_without_its_arrays(two_steps):
     assert checkpoint.read_host(two_steps, EARLY) == host_of(EARLY)
 

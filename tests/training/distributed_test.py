@@ -20,7 +20,7 @@ STEPS, HEARTBEAT = 60, 10
 # is noticed at once, a silent one after the heartbeat.
 NOTICED = 3 * HEARTBEAT
 SIZES = {
-    "mesh.data": -1,
+    "mesh.data": "none",
     "mesh.model": 2,
     "train.steps": STEPS,
     "train.eval_every": 30,
