@@ -14,7 +14,7 @@ non-monotone trigger, which is about one perplexity better.
 
 Papers, valid / test: softmax 60.7 / 58.8; MoS 58.08 / 55.97, finetuned 56.54 / 54.44,
 with dynamic evaluation 48.33 / 47.69. What this repository measured, and how long it
-took, is in BUILD_NOTES.md.
+took, is in docs/results/ptb.md.
 """
 
 from softbottle.config import Config
