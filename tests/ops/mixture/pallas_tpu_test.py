@@ -142,7 +142,9 @@ def test_a_traced_theta_has_a_gradient(interpreted):
         args = (context_TKE, table_VE, bias_V, activation, Options(vocab=31))
         return jnp.sum(implementation.lse(*args))
 
-    point = jnp.float32(0.5), jnp.float32(1.5)
+    # A center among the logits that matter: far below them its derivative is a small
+    # difference of sums, and float32 would say little about it.
+    point = jnp.float32(5.0), jnp.float32(1.5)
     ours, theirs = (
         jax.jit(jax.grad(functools.partial(total, module), (0, 1)))(*point)
         for module in (pallas_tpu, blocked)
