@@ -198,7 +198,7 @@ def test_a_run_that_moves_from_mesh_to_mesh_is_the_same_run(tmp_path):
 
 @pytest.mark.parametrize(
     "layout, message",
-    [((3, 3), "needs 9 devices; there are 8"), ((-1, 16), "needs 16 devices")],
+    [((3, 3), "needs 9 devices; there are 8"), ((None, 16), "needs 16 devices")],
 )
 def test_a_mesh_that_is_too_large_is_refused(layout, message):
     with pytest.raises(ValueError, match=message):
