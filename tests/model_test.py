@@ -1,9 +1,13 @@
+import dataclasses
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import softbottle
 from softbottle import config as configs
 from softbottle import model as models
 from softbottle.data.batches import Batch
@@ -171,22 +175,21 @@ def test_a_dropped_word_is_dropped_wherever_it_stands_and_a_kept_one_is_scaled()
     assert found == expected
 
 
-def test_the_latent_mask_is_locked_over_time_and_drawn_for_each_unit(monkeypatch):
+class Watched(type(softbottle.mos(2))):
+    """A mixture of softmaxes that keeps the latent masks of its losses."""
+
     seen = []
-    make_head = models.make_head
 
-    def watched(config):
-        head = make_head(config)
+    def loss(self, *arguments, latent_mask, **options):
+        self.seen.append(np.asarray(latent_mask))
+        return super().loss(*arguments, latent_mask=latent_mask, **options)
 
-        def loss(*arguments, latent_mask, **options):
-            seen.append(np.asarray(latent_mask))
-            return head.loss(*arguments, latent_mask=latent_mask, **options)
 
-        return head._replace(loss=loss)
-
-    monkeypatch.setattr(models, "make_head", watched)
+def test_the_latent_mask_is_locked_over_time_and_drawn_for_each_unit():
+    seen = Watched.seen
     rows, rate = 31, 0.4
     model, params = make(make_config(latent=rate))
+    model = dataclasses.replace(model, head=Watched(2))
     batch = make_batch(rows, 3)
     for seed in (1, 2):
         model.loss(params, batch, model.initial_carry(rows), make_key(seed))
@@ -349,3 +352,29 @@ def test_the_equal_softmax_is_the_widest_that_has_no_more_parameters():
     assert (rival.head.name, rival.head.components) == ("softmax", 1)
     assert not rival.train.equal_softmax
     assert size(rival) <= size(config) < size(wider)
+
+
+def test_models_of_equal_settings_are_equal_and_traced_once():
+    traces = []
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def nll(model, params, batch, carry):
+        traces.append(model)
+        return model.nll(params, batch, carry)
+
+    batch = make_batch()
+    for _ in range(2):
+        model, params = make(make_config())
+        nll(model, params, batch, model.initial_carry(ROWS))
+    other, _ = make(make_config())
+    assert len(traces) == 1 and traces[0] == other
+    assert hash(traces[0]) == hash(other)
+    assert other != make(make_config(output=0.1))[0]
+    assert other != make(make_config(), VOCAB + 1)[0]
+
+
+def test_a_model_keeps_the_settings_that_it_was_made_with():
+    config = make_config()
+    model = models.make(config, VOCAB)
+    config.model.tied = False
+    assert model.config.model.tied
