@@ -36,7 +36,8 @@ def get_config(argument: str = "mos") -> Config:
     model.hidden_dim = model.last_dim = 1024
     model.embed_dim = 900 if head in MIXTURES else 1024
     config.head.name = head
-    config.head.components = 7 if head in MIXTURES else 1
+    if head in MIXTURES:
+        config.head.components = 7
     optim.name, optim.learning_rate, optim.clip = "adamw", 1e-3, 1.0
     optim.warmup_steps, optim.decay_steps = 1000, 320_000
     config.train.steps, config.train.epochs = 0, 1

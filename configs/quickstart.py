@@ -22,7 +22,9 @@ def get_config(head: str = "mos") -> Config:
     config.data.synthetic.train_tokens = 2_000_000
     config.data.synthetic.eval_tokens = 100_000
     config.data.eval_rows, config.data.test_rows = 100, 100
-    config.head.name, config.head.components = head, COMPONENTS[head]
+    config.head.name = head
+    if COMPONENTS[head] > 1:
+        config.head.components = COMPONENTS[head]
     config.model.backbone, config.model.tied = "window", False
     config.model.embed_dim = config.model.hidden_dim = 64
     config.model.context_dim = 8

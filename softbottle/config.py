@@ -10,10 +10,10 @@ import dataclasses
 import json
 import math
 import re
+import typing
 from collections.abc import Sequence
 from typing import Any
 
-HEADS = ("softmax", "moc", "mos", "sigsoftmax", "moss", "gss", "plif", "lowrank")
 BACKBONES = ("window", "awd_lstm", "transformer")
 CORPORA = ("synthetic", "templates", "ptb", "wt2", "lm1b", "text")
 OPTIMISERS = ("adamw", "sgd")
@@ -35,15 +35,18 @@ class Section:
                 f"the config is validated and frozen; {self._title()}.{name} "
                 "can no longer be set."
             )
-        types = {field.name: field.type for field in dataclasses.fields(self)}
+        types = {field.name: _types(field) for field in dataclasses.fields(self)}
         if name not in types:
             raise ValueError(self._no_field(name))
-        if types[name] is float and type(value) is int:
+        if float in types[name] and type(value) is int:
             value = float(value)
-        if type(value) is not types[name]:
+        if type(value) not in types[name]:
+            allowed = " or ".join(
+                "None" if kind is type(None) else kind.__name__ for kind in types[name]
+            )
             raise ValueError(
-                f"{self._title()}.{name} must be {types[name].__name__}, "
-                f"got {value!r} of type {type(value).__name__}."
+                f"{self._title()}.{name} must be {allowed}, got {value!r} of type "
+                f"{type(value).__name__}."
             )
         object.__setattr__(self, name, value)
 
@@ -103,17 +106,22 @@ class Data(Section):
 
 @dataclasses.dataclass
 class Head(Section):
-    """The output layer; a field is read only by the heads that have it."""
+    """The output layer.
 
-    name: str = "mos"  # one of HEADS
-    components: int = 1  # mos, moc, moss; gss and plif when above 1
-    center: float = 0.0  # gss
-    slope: float = 1.0  # gss
-    knots: int = 100_000  # plif
-    span: float = 20.0  # plif
-    rank: int = 0  # lowrank
-    budget_mib: int = 0  # what one block of logits may take; 0: the platform's own
+    From `components` on a setting belongs to the heads that have a field of its name
+    (heads/); None is the head's own default, and all a head without that field takes.
+    """
+
+    name: str = "mos"  # one of heads.HEADS
+    budget_mib: int | None = None  # of a block of logits; None: the platform's own
     implementation: str = "auto"  # see ops/mixture/api.py
+    components: int | None = None  # mos, moc, moss, gss, plif, softcap
+    center: float | None = None  # gss
+    slope: float | None = None  # gss
+    knots: int | None = None  # plif
+    span: float | None = None  # plif
+    rank: int | None = None  # lowrank
+    cap: float | None = None  # softcap
 
 
 @dataclasses.dataclass
@@ -252,7 +260,7 @@ def from_dict(values: dict[str, Any]) -> Config:
     """
     config = Config()
     try:
-        _update(config, values)
+        _update(config, values, _UNSET_BEFORE)
     except AttributeError as error:
         raise ValueError(str(error)) from error
     return config
@@ -289,14 +297,21 @@ def context_dim(config: Config) -> int:
     return config.model.context_dim or config.model.embed_dim
 
 
+def _types(field):
+    """The types that a field's values may have."""
+    return typing.get_args(field.type) or (field.type,)
+
+
 def _sections(config):
     return [getattr(config, name) for name in _SECTION_NAMES]
 
 
-def _update(section, values):
+def _update(section, values, unset_before, prefix=""):
     for name, value in values.items():
         if isinstance(value, dict) and isinstance(getattr(section, name), Section):
-            _update(getattr(section, name), value)
+            _update(getattr(section, name), value, unset_before, f"{prefix}{name}.")
+        elif (prefix + name) in unset_before and value == unset_before[prefix + name]:
+            setattr(section, name, None)
         else:
             setattr(section, name, value)
 
@@ -315,7 +330,6 @@ def _check_choices(config):
     for name, value, choices in (
         ("data.name", config.data.name, CORPORA),
         ("data.unit", config.data.unit, UNITS),
-        ("head.name", config.head.name, HEADS),
         ("model.backbone", config.model.backbone, BACKBONES),
         ("model.compute_dtype", config.model.compute_dtype, DTYPES),
         ("cache.objective", config.cache.objective, OBJECTIVES),
@@ -331,7 +345,8 @@ def _check_ranges(config):
     positive = (
         "data.rows data.length data.eval_rows data.test_rows data.eval_length "
         "data.synthetic.train_tokens data.synthetic.eval_tokens head.components "
-        "head.knots head.span head.slope model.embed_dim "
+        "head.knots head.span head.slope head.rank head.cap head.budget_mib "
+        "model.embed_dim "
         "model.hidden_dim model.last_dim model.layers model.attention_heads "
         "model.order model.table_range model.vocab_multiple optim.learning_rate "
         "optim.accumulate optim.patience train.log_every train.checkpoint_every "
@@ -339,7 +354,7 @@ def _check_ranges(config):
         "mesh.model"
     )
     for name in positive.split():
-        if not flat[name] > 0:
+        if flat[name] is not None and not flat[name] > 0:
             raise ValueError(f"{name} must be positive, got {flat[name]!r}.")
     signed = ("head.center", "mesh.data")
     for name, value in flat.items():
@@ -379,17 +394,11 @@ def _check_ranges(config):
 
 
 def _check_widths(config):
-    model, head = config.model, config.head
+    model = config.model
     if model.tied and context_dim(config) != model.embed_dim:
         raise ValueError(
             f"model.tied shares one table, so model.context_dim="
             f"{model.context_dim} must be 0 or model.embed_dim={model.embed_dim}."
-        )
-    if head.name == "lowrank" and context_dim(config) != head.rank:
-        raise ValueError(
-            f"head lowrank has a table of width head.rank={head.rank}, but the "
-            f"output table is {context_dim(config)} wide; set model.tied=False "
-            f"and model.context_dim={head.rank}."
         )
     if config.data.rows % config.optim.accumulate:
         raise ValueError(
@@ -398,6 +407,16 @@ def _check_widths(config):
         )
 
 
+# What earlier versions wrote for "not set".
+_UNSET_BEFORE = {
+    "head.components": 1,
+    "head.center": 0.0,
+    "head.slope": 1.0,
+    "head.knots": 100_000,
+    "head.span": 20.0,
+    "head.rank": 0,
+    "head.budget_mib": 0,
+}
 _SECTION_NAMES = (
     "data",
     "head",

@@ -27,8 +27,6 @@ from softbottle.backbones import dropout
 from softbottle.backbones import make as make_backbone
 from softbottle.heads import cache
 
-SINGLE = ("softmax", "sigsoftmax", "lowrank")
-
 Params = dict[str, Any]
 
 
@@ -78,10 +76,11 @@ class Model:
     def options(self) -> dict[str, Any]:
         """The options of the head's operations."""
         head = self.config.head
+        budget = head.budget_mib
         return {
             "compute_dtype": jnp.dtype(self.config.model.compute_dtype),
             "vocab": self.vocab,
-            "budget_bytes": head.budget_mib * 2**20 or None,
+            "budget_bytes": None if budget is None else budget * 2**20,
             "implementation": head.implementation,
         }
 
@@ -230,27 +229,34 @@ class Model:
         return _flat(mask_BSKE)
 
 
-def make_head(config: config_lib.Head) -> heads.Head:
-    """The head that a config names."""
-    mixed = config.components if config.components > 1 else None
-    return {
-        "softmax": lambda: heads.softmax(),
-        "moc": lambda: heads.moc(config.components),
-        "mos": lambda: heads.mos(config.components),
-        "sigsoftmax": lambda: heads.sigsoftmax(),
-        "moss": lambda: heads.moss(config.components),
-        "gss": lambda: heads.gss(config.center, config.slope, mixed),
-        "plif": lambda: heads.plif(config.knots, config.span, mixed),
-        "lowrank": lambda: heads.lowrank(config.rank),
-    }[config.name]()
+def make_head(config: config_lib.Config) -> heads.Head:
+    """The head of a config.
+
+    Raises:
+        ValueError: if `config.head` has a setting that is not the head's or out of its
+            range, or the widths of `config.model` do not go with the head.
+    """
+    head, width = heads.from_config(config.head), config_lib.context_dim(config)
+    try:
+        head.check_widths(config.model.last_dim, width)
+    except ValueError as error:
+        raise ValueError(
+            f"head.name={config.head.name}: {error} hidden_dim is model.last_dim; "
+            "context_dim is model.context_dim, or model.embed_dim where that is not "
+            "set or model.tied is."
+        ) from error
+    return head
 
 
 def make(config: config_lib.Config, vocab: int, mesh: Mesh | None = None) -> Model:
     """The model of a config over a vocabulary of this many words.
 
     It keeps a copy of the config, which may change afterwards.
+
+    Raises:
+        ValueError: as `make_head`.
     """
-    return Model(copy.deepcopy(config), vocab, make_head(config.head), mesh)
+    return Model(copy.deepcopy(config), vocab, make_head(config), mesh)
 
 
 def count_parameters(params: Any, vocab: int) -> int:
@@ -267,8 +273,7 @@ def step_flop(config: config_lib.Config, params: Any, tokens: int) -> int:
     What a training step computes, but for attention's products of states.
     """
     table = params["table_VE" if config.model.tied else "output_VE"].size
-    one = config.head.name in (*SINGLE, "moc")
-    products = 1 if one else config.head.components
+    products = heads.from_config(config.head).products
     total = sum(leaf.size for leaf in jax.tree.leaves(params))
     return 6 * tokens * (total + (products - 1) * table)
 
@@ -276,17 +281,24 @@ def step_flop(config: config_lib.Config, params: Any, tokens: int) -> int:
 def with_head(config: config_lib.Config, name: str, width: int) -> config_lib.Config:
     """The same settings with another head and another width of the output table.
 
-    Heads of one component get a last layer of that width, which is all they can read.
+    Of the head's settings those stay that the other has as well. A head that reads the
+    state as its context gets a last layer of that width.
+
+    Raises:
+        ValueError: if there is no such head, or it needs a setting that is not set.
     """
-    values = config_lib.to_dict(config)
+    values, own = config_lib.to_dict(config), heads.settings(name)
+    for setting in heads.settings(config.head.name):
+        if setting not in own:
+            values["head"][setting] = None
     values["head"] |= {"name": name}
     values["model"] |= {"context_dim": width}
-    if name in SINGLE:
-        values["head"] |= {"components": 1}
-        values["model"] |= {"last_dim": width}
     if config.model.tied:
         values["model"] |= {"embed_dim": width}
-    return config_lib.from_dict(values)
+    variant = config_lib.from_dict(values)
+    if not heads.from_config(variant.head).projects:
+        variant.model.last_dim = width
+    return variant
 
 
 def equal_softmax(

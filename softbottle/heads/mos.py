@@ -67,7 +67,7 @@ def mos(components: int) -> MixtureOfSoftmaxes:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Bent(base.Head):
+class PlainOrMixed(base.Head):
     """A head with a g of its own, plain or mixed.
 
     Attributes:

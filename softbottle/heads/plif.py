@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from softbottle.heads import base
-from softbottle.heads.mos import Bent
+from softbottle.heads.mos import PlainOrMixed
 from softbottle.ops.mixture.activations import (
     Activation,
     piecewise,
@@ -24,7 +24,7 @@ from softbottle.ops.mixture.activations import (
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class PiecewiseLinear(Bent):
+class PiecewiseLinear(PlainOrMixed):
     """A learned piecewise-linear log-activation, plain or mixed.
 
     Attributes:
@@ -65,7 +65,7 @@ class PiecewiseLinear(Bent):
         slopes_N = jax.nn.softplus(params["slope_N"])
         knots_N1 = jnp.asarray(self._positions(), slopes_N.dtype)
         apply = piecewise_even if isinstance(self.knots, int) else piecewise
-        return Activation(apply, segments(knots_N1, slopes_N))
+        return Activation(apply, params=segments(knots_N1, slopes_N))
 
     def _positions(self):
         if isinstance(self.knots, int):

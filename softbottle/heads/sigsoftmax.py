@@ -13,9 +13,14 @@ import math
 from typing import ClassVar
 
 from softbottle.heads import base
-from softbottle.heads.mos import Bent, MixtureOfSoftmaxes
+from softbottle.heads.mos import MixtureOfSoftmaxes, PlainOrMixed
 from softbottle.heads.softmax import Single
-from softbottle.ops.mixture.activations import SIGSOFTMAX, Activation, generalised
+from softbottle.ops.mixture.activations import (
+    SIGSOFTMAX,
+    Activation,
+    generalised,
+    generalised_base2,
+)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -47,7 +52,7 @@ class MixtureOfSigsoftmaxes(MixtureOfSoftmaxes):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class GeneralizedSigsoftmax(Bent):
+class GeneralizedSigsoftmax(PlainOrMixed):
     """Generalised sigsoftmax, plain or mixed.
 
     Attributes:
@@ -73,9 +78,10 @@ class GeneralizedSigsoftmax(Bent):
         object.__setattr__(self, "slope", float(slope))
 
     def activation(self, params: base.Params) -> Activation:
-        """Bent at the center; see `Head.activation`."""
+        """PlainOrMixed at the center; see `Head.activation`."""
         del params
-        return Activation(generalised, (self.center, self.slope))
+        constants = (self.center, self.slope)
+        return Activation(generalised, constants, base2=generalised_base2)
 
 
 def sigsoftmax() -> Sigsoftmax:

@@ -82,7 +82,7 @@ def test_components_must_be_a_positive_integer(make, components):
         make(components)
 
 
-@pytest.mark.parametrize("name", ["softmax", "sigsoftmax", "gss", "plif"])
+@pytest.mark.parametrize("name", ["softmax", "sigsoftmax", "gss", "plif", "softcap"])
 def test_heads_without_projection_need_equal_widths(name):
     with pytest.raises(ValueError, match="hidden_dim=5 .*context_dim=7"):
         oracle.CASES[name].head.init(jax.random.key(0), 5, 7)
@@ -110,6 +110,7 @@ VALUES = {
     "gss(center=0.0, slope=2.0, components=3)": lambda: softbottle.gss(0.0, 2, 3),
     "plif(knots=7, span=2.0)": lambda: softbottle.plif(7, 2),
     "plif(knots=(-1.0, 2.0), span=20.0)": lambda: softbottle.plif(np.array([-1, 2])),
+    "softcap(cap=30.0)": lambda: softbottle.softcap(30),
     "lowrank(rank=7)": lambda: softbottle.lowrank(7),
 }
 

@@ -8,13 +8,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+import softbottle
 from softbottle.ops.mixture import api, exponential, pallas_gpu
-from softbottle.ops.mixture.activations import (
-    SIGSOFTMAX,
-    SOFTMAX,
-    Activation,
-    generalised,
-)
+from softbottle.ops.mixture.activations import SIGSOFTMAX, SOFTMAX
 from softbottle.ops.mixture.options import Options
 from tests.ops.mixture.problem import Problem, loss_and_gradient, make_problem
 
@@ -28,7 +24,7 @@ pytestmark = [
 ACTIVATIONS = {
     "softmax": (SOFTMAX, 0.0, 1.0),
     "sigsoftmax": (SIGSOFTMAX, 0.0, 2.0),
-    "gss": (Activation(generalised, (0.5, 1.7)), 0.5, 1.7),
+    "gss": (softbottle.gss(0.5, 1.7).activation({}), 0.5, 1.7),
 }
 
 
