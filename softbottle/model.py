@@ -25,6 +25,7 @@ from softbottle import config as config_lib
 from softbottle import heads, sharding
 from softbottle.backbones import dropout
 from softbottle.backbones import make as make_backbone
+from softbottle.data.batches import Batch
 from softbottle.heads import cache
 
 Params = dict[str, Any]
@@ -121,7 +122,7 @@ class Model:
         return params["head"], table_VE, params["bias_V"]
 
     def loss(
-        self, params: Params, batch: Any, carry: Any, key: jax.Array
+        self, params: Params, batch: Batch, carry: Any, key: jax.Array
     ) -> tuple[Loss, Any]:
         """What a step minimises, with dropout.
 
@@ -155,12 +156,12 @@ class Model:
             penalty += cache_config.alpha * misranked
         return Loss(total, jnp.sum(batch.weights_BS), penalty), states.carry
 
-    def hidden(self, params: Params, batch: Any, carry: Any) -> tuple[jax.Array, Any]:
+    def hidden(self, params: Params, batch: Batch, carry: Any) -> tuple[jax.Array, Any]:
         """(hidden_BSD, carry): what the head reads, without dropout."""
         states = self._trunk(params, batch, carry, None)
         return states.hidden_BSD, states.carry
 
-    def nll(self, params: Params, batch: Any, carry: Any) -> tuple[jax.Array, Any]:
+    def nll(self, params: Params, batch: Batch, carry: Any) -> tuple[jax.Array, Any]:
         """(nll_BS, carry), without dropout; 0 in padding."""
         hidden_BSD, carry = self.hidden(params, batch, carry)
         labels_T = _flat(_known_labels(batch))
@@ -171,7 +172,7 @@ class Model:
         return _where_real(batch, nll_T.reshape(batch.labels_BS.shape)), carry
 
     def cached_nll(
-        self, params: Params, batch: Any, carry: Any
+        self, params: Params, batch: Batch, carry: Any
     ) -> tuple[jax.Array, jax.Array, Any]:
         """(nll_BS, hit_BS, carry): `nll` with a cache of the batch's own history.
 
