@@ -26,7 +26,12 @@ from tests.ops.mixture.problem import make_problem
 
 GSS = Activation(generalised, (-1.5, 2.5))
 AUTO = jax.sharding.AxisType.Auto
-ACTIVATIONS = {"mos": SOFTMAX, "moss": SIGSOFTMAX, "gss_mixed": GSS}
+ACTIVATIONS = {
+    "mos": SOFTMAX,
+    "moss": SIGSOFTMAX,
+    "gss_mixed": GSS,
+    "softcap": oracle.CASES["softcap"].head.activation({}),
+}
 # (tokens, components, width, rows of the table)
 SHAPES = {
     "bf16, d=280": ((840, 15, 280, 10_000), jnp.bfloat16),
