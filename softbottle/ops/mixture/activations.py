@@ -21,6 +21,8 @@ LOG2_E = math.log2(math.e)
 # The logit of a row that is no word: finite, so that g of it is finite.
 DEAD = -1e30
 
+Base2 = Callable[[tuple, jax.Array], tuple[jax.Array, jax.Array | None]]
+
 
 class Activation(NamedTuple):
     """A log-activation g and what it depends on.
@@ -39,9 +41,7 @@ class Activation(NamedTuple):
     apply: Callable[[tuple, jax.Array], jax.Array]
     constants: tuple[float, ...] = ()
     params: tuple[jax.Array, ...] = ()
-    base2: Callable[[tuple, jax.Array], tuple[jax.Array, jax.Array | None]] | None = (
-        None
-    )
+    base2: Base2 | None = None
 
     @property
     def theta(self) -> tuple:
