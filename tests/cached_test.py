@@ -144,7 +144,7 @@ def test_words_are_drawn_from_all_the_text_and_its_cache():
         keys = jax.random.split(jax.random.key(5), 12)
         return jnp.stack(
             [
-                jax.random.categorical(key, log_p_V)
+                jax.random.categorical(key, log_p_V, mode="high")
                 for key, log_p_V in zip(keys, log_p_TV, strict=True)
             ]
         )
