@@ -46,7 +46,8 @@ def get_config(argument: str = "mos") -> Config:
     model.last_dim = 1024
     model.embed_dim = 900 if head in MIXTURES else 1024
     config.head.name = head
-    config.head.components = 7 if head in MIXTURES else 1
+    if head in MIXTURES:
+        config.head.components = 7
     optim.name = "adamw"
     optim.learning_rate = 1e-3
     optim.clip = 1.0

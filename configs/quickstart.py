@@ -25,7 +25,8 @@ def get_config(head: str = "mos") -> Config:
     config.data.eval_rows = 100
     config.data.test_rows = 100
     config.head.name = head
-    config.head.components = COMPONENTS[head]
+    if COMPONENTS[head] > 1:
+        config.head.components = COMPONENTS[head]
     config.model.backbone = "window"
     config.model.tied = False
     config.model.embed_dim = 64

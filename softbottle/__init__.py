@@ -10,26 +10,35 @@ in the submodules.
 
 from softbottle import ops
 from softbottle.heads import (
+    Cached,
     Head,
+    Memory,
     Mixture,
     cached,
+    given,
     gss,
+    history,
     lowrank,
     moc,
     mos,
     moss,
     plif,
     sigsoftmax,
+    softcap,
     softmax,
 )
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Cached",
     "Head",
+    "Memory",
     "Mixture",
     "cached",
+    "given",
     "gss",
+    "history",
     "lowrank",
     "moc",
     "mos",
@@ -37,5 +46,6 @@ __all__ = [
     "ops",
     "plif",
     "sigsoftmax",
+    "softcap",
     "softmax",
 ]

@@ -19,7 +19,6 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-HEADS = ("softmax", "moc", "mos", "sigsoftmax", "moss", "gss", "plif", "lowrank")
 BACKBONES = ("window", "awd_lstm", "transformer")
 CORPORA = ("synthetic", "templates", "ptb", "wt2", "lm1b", "text")
 OPTIMISERS = ("adamw", "sgd")
@@ -133,17 +132,22 @@ class Data(Section):
 
 @dataclasses.dataclass
 class Head(Section):
-    """The output layer; a field is read only by the heads that have it."""
+    """The output layer.
 
-    name: str = one_of("mos", HEADS)
-    components: int = positive(1)  # mos, moc, moss; gss and plif when above 1
-    center: float = 0.0  # gss
-    slope: float = positive(1.0)  # gss
-    knots: int = positive(100_000)  # plif
-    span: float = positive(20.0)  # plif
-    rank: int = within(0, 0)  # lowrank
-    budget_mib: int = within(0, 0)  # of a block of logits; 0: the platform's own
+    From `components` on a setting belongs to the heads that have a field of its name
+    (heads/); None is the head's own default, and all a head without that field takes.
+    """
+
+    name: str = "mos"  # one of heads.HEADS
+    budget_mib: int | None = positive(None)  # of a block of logits; None: platform's
     implementation: str = "auto"  # see ops/mixture/api.py
+    components: int | None = positive(None)  # mos, moc, moss, gss, plif, softcap
+    center: float | None = None  # gss
+    slope: float | None = positive(None)  # gss
+    knots: int | None = positive(None)  # plif
+    span: float | None = positive(None)  # plif
+    rank: int | None = positive(None)  # lowrank
+    cap: float | None = positive(None)  # softcap
 
 
 @dataclasses.dataclass
@@ -406,7 +410,7 @@ def _check(name, allowed, value):
 
 def _check_together(config):
     """Raise ValueError where settings contradict each other."""
-    data, model, head = config.data, config.model, config.head
+    data, model = config.data, config.model
     if data.variable and data.unit != "stream":
         raise ValueError(
             f"data.variable draws the length of a stream's batches, and data.unit is "
@@ -421,12 +425,6 @@ def _check_together(config):
             f"model.tied shares one table, so model.context_dim="
             f"{model.context_dim} must be None or model.embed_dim={model.embed_dim}."
         )
-    if head.name == "lowrank" and context_dim(config) != head.rank:
-        raise ValueError(
-            f"head lowrank has a table of width head.rank={head.rank}, but the "
-            f"output table is {context_dim(config)} wide; set model.tied=False "
-            f"and model.context_dim={head.rank}."
-        )
     if data.rows % config.optim.accumulate:
         raise ValueError(
             f"data.rows={data.rows} is not a multiple of "
@@ -434,12 +432,19 @@ def _check_together(config):
         )
 
 
-# What format 0 wrote for "not set".
+# What format 0 wrote for "not set", and its defaults of settings of single heads.
 _UNSET_BEFORE = {
     "data.path": "",
     "data.cache": "",
     "data.vocab_size": 0,
     "data.vocab_file": "",
+    "head.components": 1,
+    "head.center": 0.0,
+    "head.slope": 1.0,
+    "head.knots": 100_000,
+    "head.span": 20.0,
+    "head.rank": 0,
+    "head.budget_mib": 0,
     "model.context_dim": 0,
     "optim.slope_learning_rate": 0.0,
     "optim.decay_steps": 0,

@@ -1,4 +1,4 @@
-"""A language model: table, backbone and head as pure functions of their parameters.
+"""A language model: table, backbone and head, and pure methods of their parameters.
 
     embedded = rowdrop(table)[ids];  hidden, raw = backbone(embedded);
     loss     = sum nll / count + alpha mean(hidden^2) + beta mean((raw_t+1 - raw_t)^2)
@@ -10,7 +10,10 @@ cache of the positions of the same segment of the same row (TRIME), and the rank
 loss of HistAlign is another penalty.
 """
 
-from collections.abc import Callable
+import copy
+import dataclasses
+import functools
+import json
 from typing import Any, NamedTuple
 
 import jax
@@ -22,9 +25,10 @@ from softbottle import config as config_lib
 from softbottle import heads, sharding
 from softbottle.backbones import dropout
 from softbottle.backbones import make as make_backbone
+from softbottle.data.batches import Batch
 from softbottle.heads import cache
 
-SINGLE = ("softmax", "sigsoftmax", "lowrank")
+Params = dict[str, Any]
 
 
 class Loss(NamedTuple):
@@ -35,142 +39,225 @@ class Loss(NamedTuple):
     penalty: jax.Array
 
 
-class Model(NamedTuple):
-    """A model as pure functions.
-
-    Attributes:
-        init: key -> params.
-        initial_carry: rows -> carry, the state before any text.
-        loss: (params, batch, carry, key) -> (Loss, carry), with dropout.
-        nll: (params, batch, carry) -> (nll_BS, carry), without; 0 in padding.
-        cached_nll: (params, batch, carry) -> (nll_BS, hit_BS, carry), the same with a
-            cache of the batch's own history, and whether that alone finds the label.
-        hidden: (params, batch, carry) -> (hidden_BSD, carry), without dropout.
-        head: the output head.
-        cached: the head joined with a cache.
-        output: params -> (head params, table_VE, bias_V), a head's first arguments.
-        options: of the head's operations.
-    """
-
-    init: Callable[..., Any]
-    initial_carry: Callable[[int], Any]
-    loss: Callable[..., tuple[Loss, Any]]
-    nll: Callable[..., tuple[jax.Array, Any]]
-    cached_nll: Callable[..., tuple[jax.Array, jax.Array, Any]]
-    hidden: Callable[..., tuple[jax.Array, Any]]
-    head: heads.Head
-    cached: heads.Cached
-    output: Callable[[Any], tuple[Any, jax.Array, jax.Array]]
-    options: dict[str, Any]
-
-
-def make_head(config: config_lib.Head) -> heads.Head:
-    """The head that a config names."""
-    mixed = config.components if config.components > 1 else None
-    return {
-        "softmax": lambda: heads.softmax(),
-        "moc": lambda: heads.moc(config.components),
-        "mos": lambda: heads.mos(config.components),
-        "sigsoftmax": lambda: heads.sigsoftmax(),
-        "moss": lambda: heads.moss(config.components),
-        "gss": lambda: heads.gss(config.center, config.slope, mixed),
-        "plif": lambda: heads.plif(config.knots, config.span, mixed),
-        "lowrank": lambda: heads.lowrank(config.rank),
-    }[config.name]()
-
-
-def make(config: config_lib.Config, vocab: int, mesh: Mesh | None = None) -> Model:
-    """The model of a config over a vocabulary of this many words.
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A model as a value: its settings, and pure methods of its parameters.
 
     On a mesh `loss`, `nll`, `cached_nll` and `hidden` take parameters and batches that
-    sharding.py has placed there; the head's own functions know nothing of it.
+    sharding.py has placed there; the head's own methods know nothing of it.
+
+    Attributes:
+        config: the settings.
+        vocab: how many words there are.
+        head: the output head.
+        mesh: the devices that share the work; None is one device.
     """
-    head, backbone = make_head(config.head), make_backbone(config)
-    cached = heads.cached(head)
-    rows = -(-vocab // config.model.vocab_multiple) * config.model.vocab_multiple
-    dtype = jnp.dtype(config.model.compute_dtype)
-    options = {
-        "compute_dtype": dtype,
-        "vocab": vocab,
-        "budget_bytes": config.head.budget_mib * 2**20 or None,
-        "implementation": config.head.implementation,
-    }
 
-    def split(function, total=False):
-        return sharding.vocabulary_parallel(mesh, function, total=total)
+    config: config_lib.Config
+    vocab: int
+    head: heads.Head
+    mesh: Mesh | None = None
 
-    def init(key):
-        return _init(config, head, backbone, rows, key)
+    def __hash__(self) -> int:
+        """Equal settings have equal hashes."""
+        settings = json.dumps(config_lib.to_dict(self.config), sort_keys=True)
+        return hash((settings, self.vocab, self.head, self.mesh))
 
-    def output(params):
-        table_VE = params["table_VE" if config.model.tied else "output_VE"]
+    @property
+    def cached(self) -> heads.Cached:
+        """The head joined with a cache."""
+        return heads.cached(self.head)
+
+    @functools.cached_property
+    def backbone(self) -> Any:
+        """The linen module between the embedded words and the head."""
+        return make_backbone(self.config)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of the head's operations."""
+        head = self.config.head
+        budget = head.budget_mib
+        return {
+            "compute_dtype": jnp.dtype(self.config.model.compute_dtype),
+            "vocab": self.vocab,
+            "budget_bytes": None if budget is None else budget * 2**20,
+            "implementation": head.implementation,
+        }
+
+    def init(self, key: jax.Array) -> Params:
+        """The parameters that a training starts from."""
+        table_key, output_key, backbone_key, head_key = jax.random.split(key, 4)
+        model, width = self.config.model, config_lib.context_dim(self.config)
+        rows = -(-self.vocab // model.vocab_multiple) * model.vocab_multiple
+
+        def table(key, dim):
+            span = model.table_range
+            return jax.random.uniform(key, (rows, dim), minval=-span, maxval=span)
+
+        embedded_11E = jnp.zeros((1, 1, model.embed_dim), model.compute_dtype)
+        params = {
+            "table_VE": table(table_key, model.embed_dim),
+            "bias_V": jnp.zeros(rows),
+            "backbone": self.backbone.init(
+                backbone_key,
+                embedded_11E,
+                self.initial_carry(1),
+                jnp.ones((1, 1), jnp.int32),
+                train=False,
+            ).get("params", {}),
+            "head": self.head.init(head_key, model.last_dim, width),
+        }
+        if not model.tied:
+            params["output_VE"] = table(output_key, width)
+        return params
+
+    def initial_carry(self, rows: int) -> Any:
+        """The backbone's state before any text."""
+        return self.backbone.initial_carry(rows)
+
+    def output(self, params: Params) -> tuple[Params, jax.Array, jax.Array]:
+        """(head params, table_VE, bias_V), the first arguments of a head's methods."""
+        table_VE = params["table_VE" if self.config.model.tied else "output_VE"]
         return params["head"], table_VE, params["bias_V"]
 
-    def trunk(params, batch, carry, key):
+    def loss(
+        self, params: Params, batch: Batch, carry: Any, key: jax.Array
+    ) -> tuple[Loss, Any]:
+        """What a step minimises, with dropout.
+
+        Args:
+            params: of `init`.
+            batch: as data/batches.py has them.
+            carry: of `initial_carry` or the batch before.
+            key: of the dropout masks.
+
+        Returns:
+            The loss, and the carry for the next batch.
+        """
+        trunk_key, latent_key = jax.random.split(key)
+        states = self._trunk(params, batch, carry, trunk_key)
+        output, cache_config = self.output(params), self.config.cache
+        mask = self._latent_mask(latent_key, batch.ids_BS.shape)
+        keywords = {"latent_mask": mask, **self.options}
+        tokens = (states.hidden_BSD, batch.labels_BS, batch.weights_BS)
+        penalty = _penalty(self.config.regularise, states, batch.weights_BS)
+        if cache_config.objective == "plain":
+            total = self._split(self.head.loss, total=True)(
+                *output, *map(_flat, tokens), **keywords
+            )
+        else:
+            tokens = (*tokens, _history(states.hidden_BSD, batch))
+            total = self._split(self.cached.loss, total=True)(
+                *output, *tokens, **keywords
+            )
+        if cache_config.objective == "histalign":
+            misranked = cache.ranking_loss(output[1], *tokens, cache_config.margin)
+            penalty += cache_config.alpha * misranked
+        return Loss(total, jnp.sum(batch.weights_BS), penalty), states.carry
+
+    def hidden(self, params: Params, batch: Batch, carry: Any) -> tuple[jax.Array, Any]:
+        """(hidden_BSD, carry): what the head reads, without dropout."""
+        states = self._trunk(params, batch, carry, None)
+        return states.hidden_BSD, states.carry
+
+    def nll(self, params: Params, batch: Batch, carry: Any) -> tuple[jax.Array, Any]:
+        """(nll_BS, carry), without dropout; 0 in padding."""
+        hidden_BSD, carry = self.hidden(params, batch, carry)
+        labels_T = _flat(_known_labels(batch))
+        tokens = (_flat(hidden_BSD), labels_T)
+        nll_T = self._split(self.head.nll)(
+            *self.output(params), *tokens, **self.options
+        )
+        return _where_real(batch, nll_T.reshape(batch.labels_BS.shape)), carry
+
+    def cached_nll(
+        self, params: Params, batch: Batch, carry: Any
+    ) -> tuple[jax.Array, jax.Array, Any]:
+        """(nll_BS, hit_BS, carry): `nll` with a cache of the batch's own history.
+
+        `hit_BS` says where the cache alone finds the label.
+        """
+        hidden_BSD, carry = self.hidden(params, batch, carry)
+        memory = _history(hidden_BSD, batch)
+        tokens = (hidden_BSD, _known_labels(batch), memory)
+        nll_BS = self._split(self.cached.nll)(
+            *self.output(params), *tokens, **self.options
+        )
+        hit_BS = cache.best_words(hidden_BSD, memory) == batch.labels_BS
+        hit_BS &= batch.weights_BS != 0
+        return _where_real(batch, nll_BS), hit_BS, carry
+
+    def _split(self, function, *, total=False):
+        return sharding.vocabulary_parallel(self.mesh, function, total=total)
+
+    def _trunk(self, params, batch, carry, key):
         keys = None if key is None else jax.random.split(key)
-        embedded_BSE = _embed(config, mesh, params["table_VE"], batch.ids_BS, keys)
-        return backbone.apply(
-            {"params": sharding.constrain(mesh, params["backbone"], P())},
-            embedded_BSE.astype(dtype),
+        embedded_BSE = self._embed(params["table_VE"], batch.ids_BS, keys)
+        return self.backbone.apply(
+            {"params": sharding.constrain(self.mesh, params["backbone"], P())},
+            embedded_BSE.astype(self.config.model.compute_dtype),
             carry,
             batch.segments_BS,
             train=key is not None,
             rngs=None if key is None else {"dropout": keys[1]},
         )
 
-    def loss(params, batch, carry, key):
-        trunk_key, latent_key = jax.random.split(key)
-        states = trunk(params, batch, carry, trunk_key)
-        mask = _latent_mask(config, latent_key, batch.ids_BS.shape)
-        keywords = {"latent_mask": mask, **options}
-        tokens = (states.hidden_BSD, batch.labels_BS, batch.weights_BS)
-        penalty = _penalty(config.regularise, states, batch.weights_BS)
-        if config.cache.objective == "plain":
-            total = split(head.loss, True)(
-                *output(params), *map(_flat, tokens), **keywords
-            )
+    def _embed(self, table_VE, ids_BS, keys):
+        """Rows of the table, whole rows of it dropped in training."""
+        if self.mesh is None:
+            embedded_BSE = table_VE[ids_BS]
         else:
-            tokens = (*tokens, _history(states.hidden_BSD, batch))
-            total = split(cached.loss, True)(*output(params), *tokens, **keywords)
-        if config.cache.objective == "histalign":
-            table_VE = output(params)[1]
-            misranked = cache.ranking_loss(table_VE, *tokens, config.cache.margin)
-            penalty += config.cache.alpha * misranked
-        return Loss(total, jnp.sum(batch.weights_BS), penalty), states.carry
+            embedded_BSE = sharding.lookup(self.mesh, table_VE, ids_BS)
+        rate = self.config.regularise.rows
+        if keys is None or not rate:
+            return embedded_BSE
+        # Only the input is masked: the tied output table keeps all of its rows.
+        mask_V = dropout.elements(keys[0], rate, len(table_VE))
+        return embedded_BSE * mask_V[ids_BS][:, :, None]
 
-    def hidden(params, batch, carry):
-        states = trunk(params, batch, carry, None)
-        return states.hidden_BSD, states.carry
-
-    def nll(params, batch, carry):
-        hidden_BSD, carry = hidden(params, batch, carry)
-        labels_T = _flat(_known_labels(batch))
-        tokens = (_flat(hidden_BSD), labels_T)
-        nll_T = split(head.nll)(*output(params), *tokens, **options)
-        return _where_real(batch, nll_T.reshape(batch.labels_BS.shape)), carry
-
-    def cached_nll(params, batch, carry):
-        hidden_BSD, carry = hidden(params, batch, carry)
-        memory = _history(hidden_BSD, batch)
-        nll_BS = split(cached.nll)(
-            *output(params), hidden_BSD, _known_labels(batch), memory, **options
+    def _latent_mask(self, key, shape):
+        """A locked mask of the contexts, [T, K, E]: one per row, shared over time."""
+        rate = self.config.regularise.latent
+        if not rate:
+            return None
+        (rows, positions), components = shape, self.head.contexts
+        width = config_lib.context_dim(self.config)
+        mask_BKE = dropout.elements(key, rate, rows, components, width)
+        mask_BSKE = jnp.broadcast_to(
+            mask_BKE[:, None], (rows, positions, components, width)
         )
-        hit_BS = cache.best_words(hidden_BSD, memory) == batch.labels_BS
-        hit_BS &= batch.weights_BS != 0
-        return _where_real(batch, nll_BS), hit_BS, carry
+        return _flat(mask_BSKE)
 
-    return Model(
-        init,
-        backbone.initial_carry,
-        loss,
-        nll,
-        cached_nll,
-        hidden,
-        head,
-        cached,
-        output,
-        options,
-    )
+
+def make_head(config: config_lib.Config) -> heads.Head:
+    """The head of a config.
+
+    Raises:
+        ValueError: if `config.head` has a setting that is not the head's or out of its
+            range, or the widths of `config.model` do not go with the head.
+    """
+    head, width = heads.from_config(config.head), config_lib.context_dim(config)
+    try:
+        head.check_widths(config.model.last_dim, width)
+    except ValueError as error:
+        raise ValueError(
+            f"head.name={config.head.name}: {error} hidden_dim is model.last_dim; "
+            "context_dim is model.context_dim, or model.embed_dim where that is not "
+            "set or model.tied is."
+        ) from error
+    return head
+
+
+def make(config: config_lib.Config, vocab: int, mesh: Mesh | None = None) -> Model:
+    """The model of a config over a vocabulary of this many words.
+
+    It keeps a copy of the config, which may change afterwards.
+
+    Raises:
+        ValueError: as `make_head`.
+    """
+    return Model(copy.deepcopy(config), vocab, make_head(config), mesh)
 
 
 def count_parameters(params: Any, vocab: int) -> int:
@@ -187,8 +274,7 @@ def step_flop(config: config_lib.Config, params: Any, tokens: int) -> int:
     What a training step computes, but for attention's products of states.
     """
     table = params["table_VE" if config.model.tied else "output_VE"].size
-    one = config.head.name in (*SINGLE, "moc")
-    products = 1 if one else config.head.components
+    products = heads.from_config(config.head).products
     total = sum(leaf.size for leaf in jax.tree.leaves(params))
     return 6 * tokens * (total + (products - 1) * table)
 
@@ -196,17 +282,24 @@ def step_flop(config: config_lib.Config, params: Any, tokens: int) -> int:
 def with_head(config: config_lib.Config, name: str, width: int) -> config_lib.Config:
     """The same settings with another head and another width of the output table.
 
-    Heads of one component get a last layer of that width, which is all they can read.
+    Of the head's settings those stay that the other has as well. A head that reads the
+    state as its context gets a last layer of that width.
+
+    Raises:
+        ValueError: if there is no such head, or it needs a setting that is not set.
     """
-    values = config_lib.to_dict(config)
+    values, own = config_lib.to_dict(config), heads.settings(name)
+    for setting in heads.settings(config.head.name):
+        if setting not in own:
+            values["head"][setting] = None
     values["head"] |= {"name": name}
     values["model"] |= {"context_dim": width}
-    if name in SINGLE:
-        values["head"] |= {"components": 1}
-        values["model"] |= {"last_dim": width}
     if config.model.tied:
         values["model"] |= {"embed_dim": width}
-    return config_lib.from_dict(values)
+    variant = config_lib.from_dict(values)
+    if not heads.from_config(variant.head).projects:
+        variant.model.last_dim = width
+    return variant
 
 
 def equal_softmax(
@@ -225,61 +318,6 @@ def equal_softmax(
     rival = with_head(config, "softmax", width)
     rival.train.equal_softmax = False
     return rival
-
-
-def _init(config, head, backbone, rows, key):
-    table_key, output_key, backbone_key, head_key = jax.random.split(key, 4)
-    model, width = config.model, config_lib.context_dim(config)
-
-    def table(key, dim):
-        span = model.table_range
-        return jax.random.uniform(key, (rows, dim), minval=-span, maxval=span)
-
-    embedded_11E = jnp.zeros((1, 1, model.embed_dim), model.compute_dtype)
-    params = {
-        "table_VE": table(table_key, model.embed_dim),
-        "bias_V": jnp.zeros(rows),
-        "backbone": backbone.init(
-            backbone_key,
-            embedded_11E,
-            backbone.initial_carry(1),
-            jnp.ones((1, 1), jnp.int32),
-            train=False,
-        ).get("params", {}),
-        "head": head.init(head_key, model.last_dim, width),
-    }
-    if not model.tied:
-        params["output_VE"] = table(output_key, width)
-    return params
-
-
-def _embed(config, mesh, table_VE, ids_BS, keys):
-    """Rows of the table, whole rows of it dropped in training."""
-    if mesh is None:
-        embedded_BSE = table_VE[ids_BS]
-    else:
-        embedded_BSE = sharding.lookup(mesh, table_VE, ids_BS)
-    rate = config.regularise.rows
-    if keys is None or not rate:
-        return embedded_BSE
-    # Only the input is masked: the tied output table keeps all of its rows.
-    mask_V = dropout.elements(keys[0], rate, len(table_VE))
-    return embedded_BSE * mask_V[ids_BS][:, :, None]
-
-
-def _latent_mask(config, key, shape):
-    """A locked mask of the contexts, [T, K, E]: one per row, shared over time."""
-    rate = config.regularise.latent
-    if not rate:
-        return None
-    rows, positions = shape
-    components = 1 if config.head.name in SINGLE else config.head.components
-    width = config_lib.context_dim(config)
-    mask_BKE = dropout.elements(key, rate, rows, components, width)
-    mask_BSKE = jnp.broadcast_to(
-        mask_BKE[:, None], (rows, positions, components, width)
-    )
-    return _flat(mask_BSKE)
 
 
 def _penalty(regularise, states, weights_BS):

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from softbottle import model as models
 from softbottle.data.batches import Batch
 from softbottle.heads import cache
 from softbottle.scoring import generate
@@ -109,12 +110,16 @@ def test_batches_that_begin_anew_have_no_state_from_before():
         del ids, rows, length
         yield from [make_batch()] * 3
 
-    def nll(params, batch, carry):
-        del params
-        return batch.weights_BS * carry, carry + 1.0
+    class Counting(models.Model):
+        def nll(self, params, batch, carry):
+            del params
+            return batch.weights_BS * carry, carry + 1.0
+
+        def initial_carry(self, rows):
+            return jnp.zeros(())
 
     model, _ = evaluate_test.make()
-    model = model._replace(nll=nll, initial_carry=lambda rows: jnp.zeros(()))
+    model = Counting(model.config, model.vocab, model.head)
     found = evaluate.make_evaluator(model, cut=cut)({}, np.zeros(9), 3, 9)
     assert found.total == 0 and found.count == 3 * make_batch().weights_BS.sum()
 

@@ -1,10 +1,15 @@
+import dataclasses
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import softbottle
 from softbottle import config as configs
+from softbottle import heads
 from softbottle import model as models
 from softbottle.data.batches import Batch
 
@@ -19,10 +24,10 @@ def make_key(seed):
 
 def make_config(head="mos", backbone="window", **regularise):
     config = configs.Config()
-    config.head.name, config.head.components = head, 2
-    config.head.knots, config.head.rank = 13, WIDTH
-    if head in models.SINGLE:
-        config.head.components = 1
+    config.head.name = head
+    for name, value in {"components": 2, "knots": 13, "rank": WIDTH}.items():
+        if name in heads.settings(head):
+            setattr(config.head, name, value)
     model = config.model
     model.backbone, model.layers, model.order = backbone, 2, 3
     model.embed_dim, model.hidden_dim, model.attention_heads = WIDTH, 8, 2
@@ -171,22 +176,21 @@ def test_a_dropped_word_is_dropped_wherever_it_stands_and_a_kept_one_is_scaled()
     assert found == expected
 
 
-def test_the_latent_mask_is_locked_over_time_and_drawn_for_each_unit(monkeypatch):
+class Watched(type(softbottle.mos(2))):
+    """A mixture of softmaxes that keeps the latent masks of its losses."""
+
     seen = []
-    make_head = models.make_head
 
-    def watched(config):
-        head = make_head(config)
+    def loss(self, *arguments, latent_mask, **options):
+        self.seen.append(np.asarray(latent_mask))
+        return super().loss(*arguments, latent_mask=latent_mask, **options)
 
-        def loss(*arguments, latent_mask, **options):
-            seen.append(np.asarray(latent_mask))
-            return head.loss(*arguments, latent_mask=latent_mask, **options)
 
-        return head._replace(loss=loss)
-
-    monkeypatch.setattr(models, "make_head", watched)
+def test_the_latent_mask_is_locked_over_time_and_drawn_for_each_unit():
+    seen = Watched.seen
     rows, rate = 31, 0.4
     model, params = make(make_config(latent=rate))
+    model = dataclasses.replace(model, head=Watched(2))
     batch = make_batch(rows, 3)
     for seed in (1, 2):
         model.loss(params, batch, model.initial_carry(rows), make_key(seed))
@@ -243,7 +247,7 @@ def test_rows_that_are_no_words_change_neither_loss_nor_counts(tied):
 
 
 FINITE = [
-    *((head, "window") for head in configs.HEADS),
+    *((head, "window") for head in heads.HEADS),
     *(("mos", "awd_lstm"), ("softmax", "transformer")),
 ]
 
@@ -266,14 +270,12 @@ def test_a_model_has_a_finite_gradient_in_every_parameter(head, backbone):
 
 
 @pytest.mark.parametrize("backbone", configs.BACKBONES)
-@pytest.mark.parametrize("head", configs.HEADS)
+@pytest.mark.parametrize("head", heads.HEADS)
 def test_any_head_fits_any_backbone(head, backbone):
-    if head in ("gss", "plif"):
-        config = make_config(head, backbone)
-        config.head.components = 1
+    config = make_config(head, backbone)
+    if head in ("gss", "plif", "softcap"):
+        config.head.components = None
         config.model.last_dim = WIDTH
-    else:
-        config = make_config(head, backbone)
     model = models.make(configs.validate(config), VOCAB)
     params = jax.eval_shape(model.init, make_key(0))
     batch = jax.tree.map(jnp.asarray, make_batch(2, 3))
@@ -324,7 +326,8 @@ def test_the_papers_models_have_exactly_their_parameters(
     head, components, vocab, sizes, expected, multiple
 ):
     config = configs.Config()
-    config.head.name, config.head.components = head, components
+    config.head.name = head
+    config.head.components = components if head == "mos" else None
     model = config.model
     model.backbone, model.tied, model.vocab_multiple = "awd_lstm", True, multiple
     model.embed_dim, model.hidden_dim, model.last_dim, model.layers = sizes
@@ -346,6 +349,57 @@ def test_the_equal_softmax_is_the_widest_that_has_no_more_parameters():
     rival = models.equal_softmax(config, VOCAB, size(config))
     width = rival.model.context_dim
     wider = models.with_head(config, "softmax", width + 1)
-    assert (rival.head.name, rival.head.components) == ("softmax", 1)
+    assert (rival.head.name, rival.head.components) == ("softmax", None)
     assert not rival.train.equal_softmax
     assert size(rival) <= size(config) < size(wider)
+
+
+def test_models_of_equal_settings_are_equal_and_traced_once():
+    traces = []
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def nll(model, params, batch, carry):
+        traces.append(model)
+        return model.nll(params, batch, carry)
+
+    batch = make_batch()
+    for _ in range(2):
+        model, params = make(make_config())
+        nll(model, params, batch, model.initial_carry(ROWS))
+    other, _ = make(make_config())
+    assert len(traces) == 1 and traces[0] == other
+    assert hash(traces[0]) == hash(other)
+    assert other != make(make_config(output=0.1))[0]
+    assert other != make(make_config(), VOCAB + 1)[0]
+
+
+def test_a_model_keeps_the_settings_that_it_was_made_with():
+    config = make_config()
+    model = models.make(config, VOCAB)
+    config.model.tied = False
+    assert model.config.model.tied
+
+
+def test_a_low_rank_head_needs_a_table_of_its_rank():
+    config = make_config("lowrank")
+    config.head.rank = 3
+    message = r"lowrank\(3\) .*context_dim=5.*model.context_dim"
+    with pytest.raises(ValueError, match=message):
+        make(config)
+
+
+def test_a_head_that_reads_the_state_needs_a_table_of_its_width():
+    config = make_config("softmax")
+    config.model.last_dim = LAST
+    with pytest.raises(ValueError, match="hidden_dim=7 .*context_dim=5.*last_dim"):
+        make(config)
+
+
+@pytest.mark.parametrize("name", ["moc", "softmax", "gss", "softcap"])
+def test_another_head_has_the_settings_that_both_have(name):
+    config = make_config("plif")
+    variant = models.with_head(config, name, 4)
+    kept = "components" in heads.settings(name)
+    assert variant.head.components == (2 if kept else None)
+    assert variant.head.knots is None and variant.model.context_dim == 4
+    assert variant.model.last_dim == (LAST if kept else 4)

@@ -84,6 +84,16 @@ def generalised(center, k):
     return positive, lambda params, z: k - (k - 1) * sigmoid(z - center)
 
 
+def capped(cap):
+    """Soft-capped logits: exp(cap tanh(z / cap))."""
+
+    def positive(params, z):
+        del params
+        return np.exp(cap * np.tanh(z / cap))
+
+    return positive, lambda params, z: 1 / np.cosh(z / cap) ** 2
+
+
 def overlaps(knots, z):
     """d g(z) / d slope of each segment of a piecewise-linear map, [..., N]."""
     lengths_N = np.diff(knots)
@@ -127,6 +137,7 @@ def _cases():
         "plif_uneven": (softbottle.plif(UNEVEN_KNOTS), "alone", *uneven),
         "plif_mixed": (softbottle.plif(UNEVEN_KNOTS, components=k), "mixed", *uneven),
         "lowrank": (softbottle.lowrank(CONTEXT), "projected", *plain),
+        "softcap": (softbottle.softcap(4.0), "alone", *capped(4.0)),
     }
 
 
@@ -150,7 +161,9 @@ FEW = ("softmax", "moss", "plif_mixed", "moc")
 def parameters(name, seed=0):
     """Parameters of a head as float64 NumPy arrays, as `init` makes them."""
     case = CASES[name]
-    params = case.head.init(jax.random.key(seed), case.hidden_dim, CONTEXT)
+    # The same numbers whichever test asks first: draws in float64 are others.
+    with jax.enable_x64(False):
+        params = case.head.init(jax.random.key(seed), case.hidden_dim, CONTEXT)
     return jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
 
 

@@ -32,9 +32,10 @@ def make_config(
     config = configs.Config()
     config.mesh.data, config.mesh.model = layout
     config.data.rows, config.data.length = ROWS, LENGTH
-    single = head in model.SINGLE
-    config.head.name, config.head.components = head, 1 if single else 3
-    config.head.knots = 50
+    single = head in ("softmax", "sigsoftmax", "lowrank")
+    config.head.name, config.head.components = head, None if single else 3
+    if head == "plif":
+        config.head.knots = 50
     sizes, rates = config.model, config.regularise
     sizes.backbone, sizes.vocab_multiple, sizes.attention_heads = backbone, 8, 2
     sizes.embed_dim, sizes.hidden_dim, sizes.last_dim = 12, 16, 12 if single else 14

@@ -77,7 +77,7 @@ def make_narrow_run(
     """A run whose contexts are `width` wide, on a language of `words`, and its text."""
     settings = {
         "head__name": head,
-        "head__components": components,
+        "head__components": components if components > 1 else None,
         "data__synthetic__words": words,
         "model__context_dim": width,
         "model__last_dim": width,

@@ -220,7 +220,7 @@ def _argmax(subjects, asked):
     linear = {
         name: _table(one.run)
         for name, one in subjects.items()
-        if one.run.config.head.name in ("softmax", "lowrank")
+        if one.run.model.head.is_linear
     }
     if not linear:
         return None

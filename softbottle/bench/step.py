@@ -92,7 +92,7 @@ def measure(
     total = milliseconds(whole)
     return {
         "head_name": config.head.name,
-        "components": config.head.components,
+        "components": model.head.contexts,
         "tokens": int(batch.ids_BS.size),
         "vocab": vocab,
         "device": jax.devices()[0].device_kind,

@@ -1,16 +1,18 @@
-"""What a head is: three pure functions, from which everything else is derived once.
+"""What a head is: settings, and pure methods from which everything else is derived.
 
     init(key, hidden_dim, context_dim) -> params
     mix(params, hidden_TD, latent_mask) -> Mixture(log_prior_TK, context_TKE)
     activation(params) -> Activation
 
-The model owns the vocabulary table and its bias and hands them to every call, because
-the same table usually embeds the input, may be split over devices and is where the
-memory goes.
+A head is a frozen dataclass: equal settings make equal heads, which may be static
+arguments of `jax.jit`. Parameters are arguments of every call. So are the vocabulary
+table and its bias, which the model owns, because the same table usually embeds the
+input, may be split over devices and is where the memory goes.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import abc
+import dataclasses
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +22,8 @@ from softbottle import ops
 from softbottle.ops.mixture.activations import SOFTMAX, Activation
 from softbottle.ops.mixture.options import check_range
 
+Params = dict[str, jax.Array]
+
 
 class Mixture(NamedTuple):
     """Mixture weights and component contexts of every token."""
@@ -28,63 +32,131 @@ class Mixture(NamedTuple):
     context_TKE: jax.Array
 
 
-class Head(NamedTuple):
-    """An output layer as pure functions; hashable, so it may be a static argument.
+@dataclasses.dataclass(frozen=True, repr=False)
+class Head(abc.ABC):
+    """An output layer: P(v) = sum_k prior_k exp(g(z_kv) - lse_k), a value.
 
-    Every call after `init`, `mix` and `activation` takes `(params, table_VE, bias_V,
-    hidden_TD, ...)`, a keyword `latent_mask` that broadcasts to the contexts [T, K, E],
-    and the options of ops/mixture/options.py. Labels are integers of any kind; floating
-    arrays are bfloat16, float32 or float64.
+    A subclass adds its settings as fields, checks them in `__post_init__` and has
+    `init` and `mix`, and `activation` if its g is not the identity. Its fields are what
+    `config.head` may set.
+
+    Floating arrays are bfloat16, float32 or float64. `**options` of a method are the
+    fields of `Options` (ops/mixture/options.py); none changes what is computed.
+
+    Attributes:
+        name: in `softbottle` and in `config.head.name`.
+        is_linear: whether words are ranked by one linear map of the context, which is
+            itself a linear map of the state.
     """
 
-    init: Callable[..., Any]
-    mix: Callable[..., Mixture]
-    activation: Callable[[Any], Activation]
-    loss: Callable[..., jax.Array]
-    nll: Callable[..., jax.Array]
-    log_probs: Callable[..., jax.Array]
-    top_k: Callable[..., tuple[jax.Array, jax.Array]]
-    sample: Callable[..., jax.Array]
+    name: ClassVar[str]
+    is_linear: ClassVar[bool] = False
 
+    def __repr__(self) -> str:
+        """The call that makes this head; settings that are None are left out."""
+        fields = sorted(dataclasses.fields(self), key=lambda field: field.kw_only)
+        values = {field.name: getattr(self, field.name) for field in fields}
+        settings = (f"{k}={v!r}" for k, v in values.items() if v is not None)
+        return f"{self.name}({', '.join(settings)})"
 
-def softmax_activation(params: Any) -> Activation:
-    """g(z) = z, whatever the parameters."""
-    del params
-    return SOFTMAX
+    @property
+    def contexts(self) -> int:
+        """K, contexts per token that a latent mask has, before any are averaged."""
+        return 1
 
+    @property
+    def products(self) -> int:
+        """Products of a context with the table per token, which a step's cost has."""
+        return self.contexts
 
-def mixture_head(
-    init: Callable[..., Any],
-    mix: Callable[..., Mixture],
-    activation: Callable[[Any], Activation] = softmax_activation,
-) -> Head:
-    """A head from its three functions."""
+    @property
+    def projects(self) -> bool:
+        """Whether the contexts are projections of the state, whose width is free."""
+        return False
 
-    def parts(params, hidden_TD, latent_mask):
-        if hidden_TD.ndim != 2:
+    def check_widths(self, hidden_dim: int, context_dim: int) -> None:
+        """Raise ValueError unless such a state and such a table go together."""
+        if not self.projects and hidden_dim != context_dim:
             raise ValueError(
-                f"hidden_TD must be [tokens, width], got the shape {hidden_TD.shape}; "
-                "flatten rows and positions first."
+                f"{self.name} reads the hidden state as the context, so hidden_dim="
+                f"{hidden_dim} must equal context_dim={context_dim}."
             )
-        check_range(params=params, hidden_TD=hidden_TD)
-        return *mix(params, hidden_TD, latent_mask), activation(params)
+
+    @abc.abstractmethod
+    def init(self, key: jax.Array, hidden_dim: int, context_dim: int) -> Params:
+        """The parameters that a training starts from.
+
+        Args:
+            key: of jax.random.
+            hidden_dim: D, width of the states.
+            context_dim: E, width of the vocabulary table.
+
+        Returns:
+            Arrays by name; empty if the head has none beside the table and the bias.
+
+        Raises:
+            ValueError: if the widths do not go together.
+        """
+
+    @abc.abstractmethod
+    def mix(
+        self, params: Params, hidden_TD: jax.Array, latent_mask: jax.Array | None = None
+    ) -> Mixture:
+        """The mixture weights and contexts of every token.
+
+        Args:
+            params: of `init`.
+            hidden_TD: the states.
+            latent_mask: factors of the contexts, broadcast to [T, K, E]; None for none.
+
+        Returns:
+            log_prior_TK, which sum to 1 as probabilities, and context_TKE.
+        """
+
+    def activation(self, params: Params) -> Activation:
+        """The log-activation g; the identity unless a head has another.
+
+        Args:
+            params: of `init`.
+        """
+        del params
+        return SOFTMAX
 
     def loss(
-        params,
-        table_VE,
-        bias_V,
-        hidden_TD,
-        labels_T,
-        weights_T,
+        self,
+        params: Params,
+        table_VE: jax.Array,
+        bias_V: jax.Array | None,
+        hidden_TD: jax.Array,
+        labels_T: jax.Array,
+        weights_T: jax.Array,
         *,
-        latent_mask=None,
-        **options,
-    ):
-        """sum_t weight[t] nll[t]; the gradient is computed in forward.
+        latent_mask: jax.Array | None = None,
+        **options: Any,
+    ) -> jax.Array:
+        """sum_t weight[t] nll[t], a scalar; its gradient is computed in forward.
 
         A token of weight 0 may hold anything, even NaN, and therefore adds nothing to
         any gradient. That by its own weight is 0 as well; by another weight it is
-        nll[t].
+        nll[t]. A label that is no word of the vocabulary gives NaN.
+
+        Args:
+            params: of `init`.
+            table_VE: a row for each word.
+            bias_V: a logit for each word; None is zero.
+            hidden_TD: the states, rows and positions flattened to tokens.
+            labels_T: the words that follow, integers of any kind.
+            weights_T: of the tokens; 0 is padding.
+            latent_mask: factors of the contexts, broadcast to [T, K, E]; None for none.
+            **options: fields of `Options`, for example compute_dtype=jnp.bfloat16.
+
+        Returns:
+            The weighted sum, float32 or better; divide by the sum of the weights for a
+            mean.
+
+        Raises:
+            ValueError: if shapes do not go together, an array is float16, the labels
+                are not integers, or an option is refused.
         """
         if weights_T.shape != hidden_TD.shape[:1]:
             raise ValueError(
@@ -94,41 +166,141 @@ def mixture_head(
         # A padding token's state may be anything; masked here, it cannot reach the
         # head's own parameters either.
         hidden_TD = jnp.where((weights_T != 0)[:, None], hidden_TD, 0.0)
-        log_prior_TK, context_TKE, g = parts(params, hidden_TD, latent_mask)
+        mixture, g = self._parts(params, hidden_TD, latent_mask)
         tokens = (labels_T, weights_T)
-        return ops.loss(
-            log_prior_TK, context_TKE, table_VE, bias_V, *tokens, g, **options
-        )
+        return ops.loss(*mixture, table_VE, bias_V, *tokens, g, **options)
 
     def nll(
-        params, table_VE, bias_V, hidden_TD, labels_T, *, latent_mask=None, **options
-    ):
-        """-log P(label) of each token, [T]; takes any cotangent."""
-        log_prior_TK, context_TKE, g = parts(params, hidden_TD, latent_mask)
-        return ops.nll(
-            log_prior_TK, context_TKE, table_VE, bias_V, labels_T, g, **options
-        )
+        self,
+        params: Params,
+        table_VE: jax.Array,
+        bias_V: jax.Array | None,
+        hidden_TD: jax.Array,
+        labels_T: jax.Array,
+        *,
+        latent_mask: jax.Array | None = None,
+        **options: Any,
+    ) -> jax.Array:
+        """-log P(label) of each token; takes any cotangent.
 
-    def log_probs(params, table_VE, bias_V, hidden_TD, *, latent_mask=None, **options):
-        """log P(v) of every word, [T, V]."""
-        log_prior_TK, context_TKE, g = parts(params, hidden_TD, latent_mask)
-        return ops.log_probs(log_prior_TK, context_TKE, table_VE, bias_V, g, **options)
+        Args:
+            params: of `init`.
+            table_VE: a row for each word.
+            bias_V: a logit for each word; None is zero.
+            hidden_TD: the states, rows and positions flattened to tokens.
+            labels_T: the words that follow; one that is no word gives NaN.
+            latent_mask: factors of the contexts, broadcast to [T, K, E]; None for none.
+            **options: fields of `Options`.
 
-    def top_k(params, table_VE, bias_V, hidden_TD, k, *, latent_mask=None, **options):
-        """(log-probabilities, ids) of the k most probable words, [T, k]."""
-        log_prior_TK, context_TKE, g = parts(params, hidden_TD, latent_mask)
-        return ops.top_k(log_prior_TK, context_TKE, table_VE, bias_V, k, g, **options)
+        Returns:
+            nll_T, float32 or better.
+
+        Raises:
+            ValueError: as `loss`.
+        """
+        mixture, g = self._parts(params, hidden_TD, latent_mask)
+        return ops.nll(*mixture, table_VE, bias_V, labels_T, g, **options)
+
+    def log_probs(
+        self,
+        params: Params,
+        table_VE: jax.Array,
+        bias_V: jax.Array | None,
+        hidden_TD: jax.Array,
+        *,
+        latent_mask: jax.Array | None = None,
+        **options: Any,
+    ) -> jax.Array:
+        """Log P(v) of every word.
+
+        Args:
+            params: of `init`.
+            table_VE: a row for each word.
+            bias_V: a logit for each word; None is zero.
+            hidden_TD: the states, rows and positions flattened to tokens.
+            latent_mask: factors of the contexts, broadcast to [T, K, E]; None for none.
+            **options: fields of `Options`.
+
+        Returns:
+            log_p_TV, float32 or better; -inf in rows beyond `vocab`.
+
+        Raises:
+            ValueError: as `loss`.
+        """
+        mixture, g = self._parts(params, hidden_TD, latent_mask)
+        return ops.log_probs(*mixture, table_VE, bias_V, g, **options)
+
+    def top_k(
+        self,
+        params: Params,
+        table_VE: jax.Array,
+        bias_V: jax.Array | None,
+        hidden_TD: jax.Array,
+        k: int,
+        *,
+        latent_mask: jax.Array | None = None,
+        **options: Any,
+    ) -> tuple[jax.Array, jax.Array]:
+        """The k most probable words of each token, without [T, V] log-probabilities.
+
+        Args:
+            params: of `init`.
+            table_VE: a row for each word.
+            bias_V: a logit for each word; None is zero.
+            hidden_TD: the states, rows and positions flattened to tokens.
+            k: how many.
+            latent_mask: factors of the contexts, broadcast to [T, K, E]; None for none.
+            **options: fields of `Options`.
+
+        Returns:
+            Log-probabilities and ids, both [T, k], the most probable first.
+
+        Raises:
+            ValueError: as `loss`; if `k` is not between 1 and the vocabulary's size;
+                with `vocab_axis`, because the whole table is read.
+        """
+        mixture, g = self._parts(params, hidden_TD, latent_mask)
+        return ops.top_k(*mixture, table_VE, bias_V, k, g, **options)
 
     def sample(
-        params, table_VE, bias_V, hidden_TD, key, *, latent_mask=None, **options
-    ):
-        """One word a token, drawn exactly, [T]."""
-        log_prior_TK, context_TKE, g = parts(params, hidden_TD, latent_mask)
-        return ops.sample(
-            log_prior_TK, context_TKE, table_VE, bias_V, key, g, **options
-        )
+        self,
+        params: Params,
+        table_VE: jax.Array,
+        bias_V: jax.Array | None,
+        hidden_TD: jax.Array,
+        key: jax.Array,
+        *,
+        latent_mask: jax.Array | None = None,
+        **options: Any,
+    ) -> jax.Array:
+        """One word per token, drawn exactly from P.
 
-    return Head(init, mix, activation, loss, nll, log_probs, top_k, sample)
+        Args:
+            params: of `init`.
+            table_VE: a row for each word.
+            bias_V: a logit for each word; None is zero.
+            hidden_TD: the states, rows and positions flattened to tokens.
+            key: of jax.random; the same key draws the same words.
+            latent_mask: factors of the contexts, broadcast to [T, K, E]; None for none.
+            **options: fields of `Options`.
+
+        Returns:
+            Word ids, [T].
+
+        Raises:
+            ValueError: as `loss`; with `vocab_axis`, because the whole table is read.
+        """
+        mixture, g = self._parts(params, hidden_TD, latent_mask)
+        return ops.sample(*mixture, table_VE, bias_V, key, g, **options)
+
+    def _parts(self, params, hidden_TD, latent_mask):
+        if hidden_TD.ndim != 2:
+            raise ValueError(
+                f"hidden_TD must be [tokens, width], got the shape {hidden_TD.shape}; "
+                "flatten rows and positions first."
+            )
+        check_range(params=params, hidden_TD=hidden_TD)
+        return self.mix(params, hidden_TD, latent_mask), self.activation(params)
 
 
 def single(hidden_TD: jax.Array, latent_mask: jax.Array | None) -> Mixture:
@@ -152,16 +324,12 @@ def uniform(key: jax.Array, shape: tuple[int, ...], fan_in: int) -> jax.Array:
     return jax.random.uniform(key, shape, minval=-bound, maxval=bound)
 
 
-def check_components(components: int) -> None:
-    """Raise unless the number of components is a positive integer."""
-    if not isinstance(components, int | np.integer) or components < 1:
-        raise ValueError(f"components must be an integer >= 1, got {components!r}.")
+def positive_integer(name: str, value: int) -> int:
+    """The value as an int.
 
-
-def check_same_width(name: str, hidden_dim: int, context_dim: int) -> None:
-    """Raise unless the hidden state can be the context."""
-    if hidden_dim != context_dim:
-        raise ValueError(
-            f"{name} reads the hidden state as the context, so hidden_dim="
-            f"{hidden_dim} must equal context_dim={context_dim}."
-        )
+    Raises:
+        ValueError: unless it is an integer above 0.
+    """
+    if not isinstance(value, int | np.integer) or value < 1:
+        raise ValueError(f"{name} must be an integer >= 1, got {value!r}.")
+    return int(value)

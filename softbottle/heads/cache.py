@@ -9,9 +9,9 @@ memory of states and words (`given`: an encoder's). Neither the loss nor its gra
 holds an array over tokens and vocabulary, or scatters over the vocabulary.
 """
 
+import dataclasses
 import functools
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,25 +36,192 @@ class Memory(NamedTuple):
     visible_BSM: jax.Array
 
 
-class Cached(NamedTuple):
-    """A head with a cache, as pure functions.
+@dataclasses.dataclass(frozen=True, repr=False)
+class Cached:
+    """A head with a cache, a value as the head is.
 
-    Every call takes `(params, table_VE, bias_V, hidden_BSD, ..., memory)`, a keyword
-    `latent_mask` as the head's own calls do, and the options of ops/mixture/options.py.
+    The arrays are those of the head's own methods with rows B and positions S apart,
+    `params`, `table_VE` and `bias_V` as there. `latent_mask` broadcasts to the contexts
+    [B S, K, E] and `**options` are the fields of `Options` (ops/mixture/options.py).
 
     Attributes:
-        loss: (..., labels_BS, weights_BS, memory) -> the weighted sum of nll. A
-            position without weight may hold any state and label, but what the memory
-            shows to others has to be a word. The gradient by a weight of 0 is 0.
-        nll: (..., labels_BS, memory) -> nll_BS; takes any cotangent.
-        log_probs: (..., memory) -> log P(v) of every word, [B, S, V].
-        sample: (..., memory, key) -> one word a position, drawn exactly, [B, S].
+        head: whose normalisers the cache shares.
     """
 
-    loss: Callable[..., jax.Array]
-    nll: Callable[..., jax.Array]
-    log_probs: Callable[..., jax.Array]
-    sample: Callable[..., jax.Array]
+    head: base.Head
+
+    def __repr__(self) -> str:
+        """The call that makes it."""
+        return f"cached({self.head!r})"
+
+    def loss(
+        self,
+        params: base.Params,
+        table_VE: jax.Array,
+        bias_V: jax.Array | None,
+        hidden_BSD: jax.Array,
+        labels_BS: jax.Array,
+        weights_BS: jax.Array,
+        memory: Memory,
+        *,
+        latent_mask: jax.Array | None = None,
+        **options: Any,
+    ) -> jax.Array:
+        """sum weight nll over all positions, a scalar.
+
+        A position without weight may hold any state and label, but what the memory
+        shows to others has to be a word. The gradient by a weight of 0 is 0.
+
+        Args:
+            params: of the head's `init`.
+            table_VE: a row for each word.
+            bias_V: a logit for each word; None is zero.
+            hidden_BSD: the states.
+            labels_BS: the words that follow.
+            weights_BS: of the positions; 0 is padding.
+            memory: what the positions see.
+            latent_mask: factors of the contexts; None for none.
+            **options: fields of `Options`.
+
+        Raises:
+            ValueError: if shapes do not go together, an array is float16, or labels or
+                words are not integers.
+        """
+        real_BS = weights_BS != 0
+        nll_BS = self.nll(
+            params,
+            table_VE,
+            bias_V,
+            jnp.where(real_BS[:, :, None], hidden_BSD, 0.0),
+            jnp.where(real_BS, labels_BS, 0),
+            memory,
+            latent_mask=latent_mask,
+            **options,
+        )
+        return jnp.sum(jnp.where(real_BS, weights_BS * nll_BS, 0.0))
+
+    def nll(
+        self,
+        params: base.Params,
+        table_VE: jax.Array,
+        bias_V: jax.Array | None,
+        hidden_BSD: jax.Array,
+        labels_BS: jax.Array,
+        memory: Memory,
+        *,
+        latent_mask: jax.Array | None = None,
+        **options: Any,
+    ) -> jax.Array:
+        """-log P(label) of each position, [B, S]; takes any cotangent.
+
+        Arguments and errors are those of `loss`, without weights.
+        """
+        _check_range(params, hidden_BSD, memory)
+        log_prior_TK, context_TKE = self.head.mix(
+            params, _flat(hidden_BSD), latent_mask
+        )
+        score_TK, lse_TK = ops.scores(
+            context_TKE,
+            table_VE,
+            bias_V,
+            _flat(labels_BS),
+            self.head.activation(params),
+            **options,
+        )
+        target_BS, cache_BS = cache.masses(
+            hidden_BSD,
+            memory.states_BMD,
+            _words(memory),
+            parts.word_ids(labels_BS=labels_BS),
+            memory.visible_BSM,
+            _scale(hidden_BSD),
+        )
+        cache_BS = _where_words(cache_BS, memory, table_VE, options)
+        log_p_T = cache.join(
+            log_prior_TK, score_TK, lse_TK, _flat(target_BS), _flat(cache_BS)
+        )
+        return -log_p_T.reshape(labels_BS.shape)
+
+    def log_probs(
+        self,
+        params: base.Params,
+        table_VE: jax.Array,
+        bias_V: jax.Array | None,
+        hidden_BSD: jax.Array,
+        memory: Memory,
+        *,
+        latent_mask: jax.Array | None = None,
+        **options: Any,
+    ) -> jax.Array:
+        """Log P(v) of every word, [B, S, V].
+
+        Arguments are those of `loss`, without labels and weights.
+
+        Raises:
+            ValueError: as `loss`; with `vocab_axis`, because the whole table is read.
+        """
+        if options.get("vocab_axis") is not None:
+            raise ValueError(
+                "log_probs beside a cache reads the whole table; it was called with "
+                f"vocab_axis={options['vocab_axis']!r}."
+            )
+        output = (params, table_VE, bias_V)
+        mixture, g, gate_T, _ = self._opened(
+            output, hidden_BSD, memory, latent_mask, options
+        )
+        log_p_TV = ops.log_probs(*mixture, table_VE, bias_V, g, **options)
+        alone_BSV = cache_log_probs(hidden_BSD, memory, len(table_VE))
+        gated_TV = gate_T[:, None] + _flat(alone_BSV)
+        return jnp.logaddexp(log_p_TV, gated_TV).reshape(alone_BSV.shape)
+
+    def sample(
+        self,
+        params: base.Params,
+        table_VE: jax.Array,
+        bias_V: jax.Array | None,
+        hidden_BSD: jax.Array,
+        memory: Memory,
+        key: jax.Array,
+        *,
+        latent_mask: jax.Array | None = None,
+        **options: Any,
+    ) -> jax.Array:
+        """One word per position, drawn exactly, [B, S]; -1 where P is NaN.
+
+        Arguments are those of `loss`, without labels and weights, and a key of
+        jax.random.
+
+        Raises:
+            ValueError: as `loss`; with `vocab_axis`, because the whole table is read.
+        """
+        output = (params, table_VE, bias_V)
+        mixture, g, gate_T, score_BSM = self._opened(
+            output, hidden_BSD, memory, latent_mask, options
+        )
+        gate_key, entry_key, word_key = jax.random.split(key, 3)
+        # The default's noise is too coarse for gates and entries below 1e-7.
+        opens_T = jax.random.bernoulli(gate_key, jnp.exp(gate_T), mode="high")
+        entry_BS = jax.random.categorical(entry_key, score_BSM, mode="high")
+        cached_BS = jnp.take_along_axis(_words(memory), entry_BS, axis=1)
+        word_T = ops.sample(*mixture, table_VE, bias_V, word_key, g, **options)
+        chosen_T = jnp.where(opens_T, _flat(cached_BS).astype(word_T.dtype), word_T)
+        return jnp.where(jnp.isnan(gate_T), -1, chosen_T).reshape(entry_BS.shape)
+
+    def _opened(self, output, hidden_BSD, memory, latent_mask, options):
+        """The mixture with the joint's own weights, g, the gate, and the scores."""
+        params, table_VE, bias_V = output
+        _check_range(params, hidden_BSD, memory)
+        log_prior_TK, context_TKE = self.head.mix(
+            params, _flat(hidden_BSD), latent_mask
+        )
+        g = self.head.activation(params)
+        anything_T = jnp.zeros(len(context_TKE), jnp.int32)
+        _, lse_TK = ops.scores(context_TKE, table_VE, bias_V, anything_T, g, **options)
+        score_BSM = similarities(hidden_BSD, memory)
+        cache_BS = jax.nn.logsumexp(score_BSM, axis=-1)
+        cache_BS = _where_words(cache_BS, memory, table_VE, options)
+        log_prior_TK, gate_T = cache.gates(log_prior_TK, lse_TK, _flat(cache_BS))
+        return base.Mixture(log_prior_TK, context_TKE), g, gate_T, score_BSM
 
 
 def history(
@@ -87,110 +254,7 @@ def given(
 
 def cached(head: base.Head) -> Cached:
     """The head joined with a cache; an empty one changes nothing."""
-
-    def loss(
-        params, table_VE, bias_V, hidden_BSD, labels_BS, weights_BS, memory, **options
-    ):
-        real_BS = weights_BS != 0
-        nll_BS = nll(
-            params,
-            table_VE,
-            bias_V,
-            jnp.where(real_BS[:, :, None], hidden_BSD, 0.0),
-            jnp.where(real_BS, labels_BS, 0),
-            memory,
-            **options,
-        )
-        return jnp.sum(jnp.where(real_BS, weights_BS * nll_BS, 0.0))
-
-    def nll(
-        params,
-        table_VE,
-        bias_V,
-        hidden_BSD,
-        labels_BS,
-        memory,
-        *,
-        latent_mask=None,
-        **options,
-    ):
-        _check_range(params, hidden_BSD, memory)
-        log_prior_TK, context_TKE = head.mix(params, _flat(hidden_BSD), latent_mask)
-        score_TK, lse_TK = ops.scores(
-            context_TKE,
-            table_VE,
-            bias_V,
-            _flat(labels_BS),
-            head.activation(params),
-            **options,
-        )
-        target_BS, cache_BS = cache.masses(
-            hidden_BSD,
-            memory.states_BMD,
-            _words(memory),
-            parts.word_ids(labels_BS=labels_BS),
-            memory.visible_BSM,
-            _scale(hidden_BSD),
-        )
-        cache_BS = _where_words(cache_BS, memory, table_VE, options)
-        log_p_T = cache.join(
-            log_prior_TK, score_TK, lse_TK, _flat(target_BS), _flat(cache_BS)
-        )
-        return -log_p_T.reshape(labels_BS.shape)
-
-    def opened(params, table_VE, bias_V, hidden_BSD, memory, latent_mask, options):
-        """The mixture with the joint's own weights, the gate, and the scores."""
-        _check_range(params, hidden_BSD, memory)
-        log_prior_TK, context_TKE = head.mix(params, _flat(hidden_BSD), latent_mask)
-        g = head.activation(params)
-        anything_T = jnp.zeros(len(context_TKE), jnp.int32)
-        _, lse_TK = ops.scores(context_TKE, table_VE, bias_V, anything_T, g, **options)
-        score_BSM = similarities(hidden_BSD, memory)
-        cache_BS = jax.nn.logsumexp(score_BSM, axis=-1)
-        cache_BS = _where_words(cache_BS, memory, table_VE, options)
-        log_prior_TK, gate_T = cache.gates(log_prior_TK, lse_TK, _flat(cache_BS))
-        return (log_prior_TK, context_TKE, table_VE, bias_V), g, gate_T, score_BSM
-
-    def log_probs(
-        params, table_VE, bias_V, hidden_BSD, memory, *, latent_mask=None, **options
-    ):
-        if options.get("vocab_axis") is not None:
-            raise ValueError(
-                "log_probs beside a cache reads the whole table; it was called with "
-                f"vocab_axis={options['vocab_axis']!r}."
-            )
-        mixture, g, gate_T, _ = opened(
-            params, table_VE, bias_V, hidden_BSD, memory, latent_mask, options
-        )
-        log_p_TV = ops.log_probs(*mixture, g, **options)
-        alone_BSV = cache_log_probs(hidden_BSD, memory, len(table_VE))
-        gated_TV = gate_T[:, None] + _flat(alone_BSV)
-        return jnp.logaddexp(log_p_TV, gated_TV).reshape(alone_BSV.shape)
-
-    def sample(
-        params,
-        table_VE,
-        bias_V,
-        hidden_BSD,
-        memory,
-        key,
-        *,
-        latent_mask=None,
-        **options,
-    ):
-        mixture, g, gate_T, score_BSM = opened(
-            params, table_VE, bias_V, hidden_BSD, memory, latent_mask, options
-        )
-        gate_key, entry_key, word_key = jax.random.split(key, 3)
-        # The default's noise is too coarse for gates and entries below 1e-7.
-        opens_T = jax.random.bernoulli(gate_key, jnp.exp(gate_T), mode="high")
-        entry_BS = jax.random.categorical(entry_key, score_BSM, mode="high")
-        cached_BS = jnp.take_along_axis(_words(memory), entry_BS, axis=1)
-        word_T = ops.sample(*mixture, word_key, g, **options)
-        chosen_T = jnp.where(opens_T, _flat(cached_BS).astype(word_T.dtype), word_T)
-        return jnp.where(jnp.isnan(gate_T), -1, chosen_T).reshape(entry_BS.shape)
-
-    return Cached(loss, nll, log_probs, sample)
+    return Cached(head)
 
 
 def similarities(hidden_BSD: jax.Array, memory: Memory) -> jax.Array:

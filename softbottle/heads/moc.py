@@ -5,25 +5,46 @@ an ordinary softmax of another context, with the rank bound of one. It is the co
 that shows that the gain of MoS is not in its parameters.
 """
 
+import dataclasses
+from typing import ClassVar
+
+import jax
 import jax.numpy as jnp
 
 from softbottle.heads import base, mos
 
 
-def moc(components: int) -> base.Head:
+@dataclasses.dataclass(frozen=True, repr=False)
+class MixtureOfContexts(mos.MixtureOfSoftmaxes):
+    """A softmax of the prior-weighted mean of `components` contexts.
+
+    Attributes:
+        components: K.
+    """
+
+    name: ClassVar[str] = "moc"
+
+    @property
+    def products(self) -> int:
+        """One: the contexts are averaged before they meet the table."""
+        return 1
+
+    def mix(
+        self,
+        params: base.Params,
+        hidden_TD: jax.Array,
+        latent_mask: jax.Array | None = None,
+    ) -> base.Mixture:
+        """The mean of the contexts as the only one; see `Head.mix`."""
+        log_prior_TK, context_TKE = mos.mix_latent(params, hidden_TD, latent_mask)
+        prior_TK = jnp.exp(log_prior_TK).astype(context_TKE.dtype)
+        return base.single(jnp.einsum("tk,tke->te", prior_TK, context_TKE), None)
+
+
+def moc(components: int) -> MixtureOfContexts:
     """A softmax of the prior-weighted mean of `components` contexts.
 
     Raises:
         ValueError: if `components` is not a positive integer.
     """
-    base.check_components(components)
-
-    def init(key, hidden_dim, context_dim):
-        return mos.init_latent(key, components, hidden_dim, context_dim)
-
-    def mix(params, hidden_TD, latent_mask=None):
-        log_prior_TK, context_TKE = mos.mix_latent(params, hidden_TD, latent_mask)
-        prior_TK = jnp.exp(log_prior_TK).astype(context_TKE.dtype)
-        return base.single(jnp.einsum("tk,tke->te", prior_TK, context_TKE), None)
-
-    return base.mixture_head(init, mix)
+    return MixtureOfContexts(components)

@@ -5,13 +5,56 @@ softmax(U h). The log-probabilities are a log-sum-exp of K rank-d matrices, and 
 log-sum-exp of low-rank matrices is not low-rank.
 """
 
+import dataclasses
+from typing import ClassVar
+
 import jax
 import jax.numpy as jnp
 
 from softbottle.heads import base
 
 
-def mos(components: int) -> base.Head:
+@dataclasses.dataclass(frozen=True, repr=False)
+class MixtureOfSoftmaxes(base.Head):
+    """A mixture of `components` softmaxes over one shared vocabulary table.
+
+    Attributes:
+        components: K; 1 gives an ordinary softmax with a tanh projection.
+    """
+
+    name: ClassVar[str] = "mos"
+    components: int = 1
+
+    def __post_init__(self) -> None:
+        """Check the settings."""
+        components = base.positive_integer("components", self.components)
+        object.__setattr__(self, "components", components)
+
+    @property
+    def contexts(self) -> int:
+        """K."""
+        return self.components
+
+    @property
+    def projects(self) -> bool:
+        """Each context is a projection of the state."""
+        return True
+
+    def init(self, key: jax.Array, hidden_dim: int, context_dim: int) -> base.Params:
+        """`prior_DK`, `latent_DKE` and `latent_bias_KE`; see `Head.init`."""
+        return init_latent(key, self.components, hidden_dim, context_dim)
+
+    def mix(
+        self,
+        params: base.Params,
+        hidden_TD: jax.Array,
+        latent_mask: jax.Array | None = None,
+    ) -> base.Mixture:
+        """log softmax(h U) and tanh(h W_k + b_k); see `Head.mix`."""
+        return mix_latent(params, hidden_TD, latent_mask)
+
+
+def mos(components: int) -> MixtureOfSoftmaxes:
     """A mixture of `components` softmaxes over one shared vocabulary table.
 
     Args:
@@ -20,20 +63,58 @@ def mos(components: int) -> base.Head:
     Raises:
         ValueError: if `components` is not a positive integer.
     """
-    return mixture_of(components, base.softmax_activation)
+    return MixtureOfSoftmaxes(components)
 
 
-def mixture_of(components: int, activation) -> base.Head:
-    """A mixture whose components share one log-activation."""
-    base.check_components(components)
+@dataclasses.dataclass(frozen=True, repr=False)
+class PlainOrMixed(base.Head):
+    """A head with a g of its own, plain or mixed.
 
-    def init(key, hidden_dim, context_dim):
-        return init_latent(key, components, hidden_dim, context_dim)
+    Attributes:
+        components: K of a mixture with the projections of a mixture of softmaxes; None
+            for a single component that reads the hidden state as its context.
+    """
 
-    return base.mixture_head(init, mix_latent, activation)
+    components: int | None = dataclasses.field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        """Check the settings."""
+        if self.components is not None:
+            components = base.positive_integer("components", self.components)
+            object.__setattr__(self, "components", components)
+
+    @property
+    def contexts(self) -> int:
+        """K, or 1."""
+        return self.components or 1
+
+    @property
+    def projects(self) -> bool:
+        """The contexts of a mixture are projections of the state."""
+        return self.components is not None
+
+    def init(self, key: jax.Array, hidden_dim: int, context_dim: int) -> base.Params:
+        """Those of a mixture of softmaxes, or none; see `Head.init`."""
+        self.check_widths(hidden_dim, context_dim)
+        if self.components is None:
+            return {}
+        return init_latent(key, self.components, hidden_dim, context_dim)
+
+    def mix(
+        self,
+        params: base.Params,
+        hidden_TD: jax.Array,
+        latent_mask: jax.Array | None = None,
+    ) -> base.Mixture:
+        """As a mixture of softmaxes, or the state itself; see `Head.mix`."""
+        if self.components is None:
+            return base.single(hidden_TD, latent_mask)
+        return mix_latent(params, hidden_TD, latent_mask)
 
 
-def init_latent(key, components, hidden_dim, context_dim):
+def init_latent(
+    key: jax.Array, components: int, hidden_dim: int, context_dim: int
+) -> base.Params:
     """Parameters of the prior and of the contexts, started as PyTorch's Linear."""
     prior_key, latent_key, bias_key = jax.random.split(key, 3)
     latent_shape = (hidden_dim, components, context_dim)
@@ -44,7 +125,9 @@ def init_latent(key, components, hidden_dim, context_dim):
     }
 
 
-def mix_latent(params, hidden_TD, latent_mask=None):
+def mix_latent(
+    params: base.Params, hidden_TD: jax.Array, latent_mask: jax.Array | None = None
+) -> base.Mixture:
     """log softmax(h U) and tanh(h W_k + b_k), the latter masked after the tanh."""
     wide = jnp.promote_types(hidden_TD.dtype, jnp.float32)
     prior_TK = jnp.einsum(

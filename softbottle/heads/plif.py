@@ -4,15 +4,17 @@ The slope of segment n is softplus(w_n) > 0. Ganea et al. use 100,000 segments o
 [-20, 20]; beyond the outer knots the outer segments go on.
 """
 
+import dataclasses
 import math
 from collections.abc import Sequence
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from softbottle.heads import base
-from softbottle.heads.mos import init_latent, mix_latent
+from softbottle.heads.mos import PlainOrMixed
 from softbottle.ops.mixture.activations import (
     Activation,
     piecewise,
@@ -21,9 +23,59 @@ from softbottle.ops.mixture.activations import (
 )
 
 
+@dataclasses.dataclass(frozen=True, repr=False)
+class PiecewiseLinear(PlainOrMixed):
+    """A learned piecewise-linear log-activation, plain or mixed.
+
+    Attributes:
+        knots: the number of equal segments of [-span, span], or the increasing
+            positions of the knots themselves.
+        span: read only when `knots` is a number.
+        components: K of a mixture; None for a single component without projection.
+    """
+
+    name: ClassVar[str] = "plif"
+    knots: int | tuple[float, ...] = 100_000
+    span: float = 20.0
+
+    def __post_init__(self) -> None:
+        """Check the settings."""
+        super().__post_init__()
+        object.__setattr__(self, "span", float(self.span))
+        if not isinstance(self.knots, int):
+            _check_positions(self.knots)
+            knots = tuple(np.asarray(self.knots, np.float64).tolist())
+            object.__setattr__(self, "knots", knots)
+        elif self.knots < 2 or not 0 < self.span < math.inf:
+            raise ValueError(
+                f"knots must be >= 2 and span positive, got {self.knots} and "
+                f"{self.span!r}."
+            )
+
+    def init(self, key: jax.Array, hidden_dim: int, context_dim: int) -> base.Params:
+        """`slope_N` beside a mixture's; see `Head.init`."""
+        slope_key, latent_key = jax.random.split(key)
+        # softplus(log(e - 1)) = 1: the map starts as the identity with noise.
+        noise_N = jax.random.normal(slope_key, (len(self._positions()) - 1,))
+        params = {"slope_N": math.log(math.e - 1) + noise_N}
+        return params | super().init(latent_key, hidden_dim, context_dim)
+
+    def activation(self, params: base.Params) -> Activation:
+        """Piecewise linear, with the learned slopes; see `Head.activation`."""
+        slopes_N = jax.nn.softplus(params["slope_N"])
+        knots_N1 = jnp.asarray(self._positions(), slopes_N.dtype)
+        apply = piecewise_even if isinstance(self.knots, int) else piecewise
+        return Activation(apply, params=segments(knots_N1, slopes_N))
+
+    def _positions(self):
+        if isinstance(self.knots, int):
+            return np.linspace(-self.span, self.span, self.knots + 1)
+        return np.array(self.knots)
+
+
 def plif(
     knots: int | Sequence[float], span: float = 20.0, components: int | None = None
-) -> base.Head:
+) -> PiecewiseLinear:
     """A learned piecewise-linear log-activation, plain or mixed.
 
     Args:
@@ -36,44 +88,12 @@ def plif(
         ValueError: if the knots are fewer than two, not finite or out of order, or if
             `span` or `components` is not positive.
     """
-    positions = _positions(knots, span)
-    apply = piecewise_even if isinstance(knots, int) else piecewise
-    if components is not None:
-        base.check_components(components)
-
-    def init(key, hidden_dim, context_dim):
-        slope_key, latent_key = jax.random.split(key)
-        # softplus(log(e - 1)) = 1: the map starts as the identity with noise.
-        noise_N = jax.random.normal(slope_key, (len(positions) - 1,))
-        params = {"slope_N": math.log(math.e - 1) + noise_N}
-        if components is None:
-            base.check_same_width("plif", hidden_dim, context_dim)
-            return params
-        return params | init_latent(latent_key, components, hidden_dim, context_dim)
-
-    def mix(params, hidden_TD, latent_mask=None):
-        if components is None:
-            return base.single(hidden_TD, latent_mask)
-        return mix_latent(params, hidden_TD, latent_mask)
-
-    def activation(params):
-        slopes_N = jax.nn.softplus(params["slope_N"])
-        knots_N1 = jnp.asarray(positions, slopes_N.dtype)
-        return Activation(apply, segments(knots_N1, slopes_N))
-
-    return base.mixture_head(init, mix, activation)
+    return PiecewiseLinear(knots, span, components=components)
 
 
-def _positions(knots, span):
-    if isinstance(knots, int):
-        if knots < 2 or not 0 < span < math.inf:
-            raise ValueError(
-                f"knots must be >= 2 and span positive, got {knots} and {span!r}."
-            )
-        return np.linspace(-span, span, knots + 1)
+def _check_positions(knots):
     positions = np.asarray(knots, np.float64)
     if positions.ndim != 1 or len(positions) < 2:
         raise ValueError(f"knots must be at least two positions, got {knots!r}.")
     if not np.all(np.isfinite(positions)) or not np.all(np.diff(positions) > 0):
         raise ValueError(f"knots must be finite and increasing, got {knots!r}.")
-    return positions

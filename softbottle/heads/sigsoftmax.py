@@ -8,29 +8,99 @@ those of a softmax fill. GSS contains softmax (slope 1) and sigsoftmax (center 0
 slope 2).
 """
 
+import dataclasses
 import math
+from typing import ClassVar
 
 from softbottle.heads import base
-from softbottle.heads.mos import mixture_of
-from softbottle.heads.softmax import single_head
-from softbottle.ops.mixture.activations import SIGSOFTMAX, Activation, generalised
+from softbottle.heads.mos import MixtureOfSoftmaxes, PlainOrMixed
+from softbottle.heads.softmax import Single
+from softbottle.ops.mixture.activations import (
+    SIGSOFTMAX,
+    Activation,
+    generalised,
+    generalised_base2,
+)
 
 
-def sigsoftmax() -> base.Head:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Sigsoftmax(Single):
+    """P(v) proportional to exp(z_v) sigmoid(z_v)."""
+
+    name: ClassVar[str] = "sigsoftmax"
+
+    def activation(self, params: base.Params) -> Activation:
+        """z + log sigmoid(z); see `Head.activation`."""
+        del params
+        return SIGSOFTMAX
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class MixtureOfSigsoftmaxes(MixtureOfSoftmaxes):
+    """A mixture of `components` sigsoftmaxes.
+
+    Attributes:
+        components: K.
+    """
+
+    name: ClassVar[str] = "moss"
+
+    def activation(self, params: base.Params) -> Activation:
+        """z + log sigmoid(z); see `Head.activation`."""
+        del params
+        return SIGSOFTMAX
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class GeneralizedSigsoftmax(PlainOrMixed):
+    """Generalised sigsoftmax, plain or mixed.
+
+    Attributes:
+        center: where g bends.
+        slope: of g far below the center; it is 1 far above, for every slope.
+        components: K of a mixture; None for a single component without projection.
+    """
+
+    name: ClassVar[str] = "gss"
+    center: float = 0.0
+    slope: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Check the settings."""
+        super().__post_init__()
+        center, slope = self.center, self.slope
+        if not (math.isfinite(center) and math.isfinite(slope) and slope > 0):
+            raise ValueError(
+                f"center must be finite and slope positive, got {center!r} and "
+                f"{slope!r}."
+            )
+        object.__setattr__(self, "center", float(center))
+        object.__setattr__(self, "slope", float(slope))
+
+    def activation(self, params: base.Params) -> Activation:
+        """PlainOrMixed at the center; see `Head.activation`."""
+        del params
+        constants = (self.center, self.slope)
+        return Activation(generalised, constants, base2=generalised_base2)
+
+
+def sigsoftmax() -> Sigsoftmax:
     """Sigsoftmax: P(v) proportional to exp(z_v) sigmoid(z_v)."""
-    return single_head("sigsoftmax", _sigsoftmax)
+    return Sigsoftmax()
 
 
-def moss(components: int) -> base.Head:
+def moss(components: int) -> MixtureOfSigsoftmaxes:
     """A mixture of `components` sigsoftmaxes.
 
     Raises:
         ValueError: if `components` is not a positive integer.
     """
-    return mixture_of(components, _sigsoftmax)
+    return MixtureOfSigsoftmaxes(components)
 
 
-def gss(center: float, slope: float, components: int | None = None) -> base.Head:
+def gss(
+    center: float, slope: float, components: int | None = None
+) -> GeneralizedSigsoftmax:
     """Generalised sigsoftmax, plain or, with `components`, mixed.
 
     Args:
@@ -42,20 +112,4 @@ def gss(center: float, slope: float, components: int | None = None) -> base.Head
         ValueError: if the slope is not positive (g would not be increasing), or
             `components` is not a positive integer.
     """
-    if not (math.isfinite(center) and math.isfinite(slope) and slope > 0):
-        raise ValueError(
-            f"center must be finite and slope positive, got {center!r} and {slope!r}."
-        )
-
-    def activation(params):
-        del params
-        return Activation(generalised, (float(center), float(slope)))
-
-    if components is None:
-        return single_head("gss", activation)
-    return mixture_of(components, activation)
-
-
-def _sigsoftmax(params):
-    del params
-    return SIGSOFTMAX
+    return GeneralizedSigsoftmax(center, slope, components=components)

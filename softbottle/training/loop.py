@@ -112,6 +112,7 @@ def run(
         checkpoint.CheckpointError: if a checkpoint cannot be written or read.
     """
     config, workdir = config_lib.validate(config), pathlib.Path(workdir)
+    model_lib.make_head(config)  # refused before anything is read or written
     if jax.process_count() == 1:
         return _train(config, workdir, at_end)
     try:

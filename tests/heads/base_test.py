@@ -1,3 +1,5 @@
+import pydoc
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -80,7 +82,7 @@ def test_components_must_be_a_positive_integer(make, components):
         make(components)
 
 
-@pytest.mark.parametrize("name", ["softmax", "sigsoftmax", "gss", "plif"])
+@pytest.mark.parametrize("name", ["softmax", "sigsoftmax", "gss", "plif", "softcap"])
 def test_heads_without_projection_need_equal_widths(name):
     with pytest.raises(ValueError, match="hidden_dim=5 .*context_dim=7"):
         oracle.CASES[name].head.init(jax.random.key(0), 5, 7)
@@ -96,3 +98,65 @@ def test_the_same_key_gives_the_same_parameters_and_another_key_others(name):
     for ours, same, other in zip(init(0), init(0), init(1), strict=True):
         np.testing.assert_array_equal(ours, same)
         assert not np.array_equal(ours, other)
+
+
+VALUES = {
+    "softmax()": softbottle.softmax,
+    "mos(components=15)": lambda: softbottle.mos(np.int64(15)),
+    "moc(components=2)": lambda: softbottle.moc(2),
+    "moss(components=2)": lambda: softbottle.moss(components=2),
+    "sigsoftmax()": softbottle.sigsoftmax,
+    "gss(center=-1.0, slope=2.5)": lambda: softbottle.gss(-1, 2.5),
+    "gss(center=0.0, slope=2.0, components=3)": lambda: softbottle.gss(0.0, 2, 3),
+    "plif(knots=7, span=2.0)": lambda: softbottle.plif(7, 2),
+    "plif(knots=(-1.0, 2.0), span=20.0)": lambda: softbottle.plif(np.array([-1, 2])),
+    "softcap(cap=30.0)": lambda: softbottle.softcap(30),
+    "lowrank(rank=7)": lambda: softbottle.lowrank(7),
+}
+
+
+@pytest.mark.parametrize("call", VALUES)
+def test_a_head_is_a_value_that_reads_like_its_call(call):
+    head, again = VALUES[call](), VALUES[call]()
+    assert head == again and hash(head) == hash(again)
+    assert repr(head) == call
+    assert eval(call, vars(softbottle)) == head
+    others = [make() for other, make in VALUES.items() if other != call]
+    assert head not in others
+    assert repr(softbottle.cached(head)) == f"cached({call})"
+    assert softbottle.cached(head) == softbottle.cached(again)
+
+
+def test_a_head_has_no_setting_that_can_be_changed():
+    with pytest.raises(AttributeError):
+        softbottle.mos(3).components = 4
+
+
+def test_equal_heads_as_static_arguments_trace_once():
+    traces = []
+    point = oracle.cast(oracle.make_inputs("mos"), jnp.float32)
+
+    def loss(head, *inputs):
+        traces.append(head)
+        return head.loss(*inputs)
+
+    jitted = jax.jit(loss, static_argnums=0)
+    for components in (3, 3, np.int64(3)):
+        jitted(softbottle.mos(components), *point)
+    assert len(traces) == 1
+    jitted(softbottle.moss(3), *point)
+    assert len(traces) == 2
+
+
+@pytest.mark.parametrize("method", ["loss", "nll", "log_probs", "top_k", "sample"])
+def test_help_names_the_arrays_the_result_and_the_errors(method):
+    text = pydoc.render_doc(getattr(softbottle.mos(3), method))
+    for word in (
+        "table_VE",
+        "bias_V",
+        "hidden_TD",
+        "Returns:",
+        "Raises:",
+        "ValueError",
+    ):
+        assert word in text

@@ -27,9 +27,11 @@ def test_unit_slopes_are_a_softmax(knots):
 def test_the_map_is_exact_in_float32_however_many_segments(segments):
     head = softbottle.plif(segments)
     slope_N = head.init(jax.random.key(0), 7, 7)["slope_N"]
-    apply, theta = head.activation({"slope_N": slope_N})
+    activation = head.activation({"slope_N": slope_N})
     z = np.linspace(-21, 21, 211)
-    ours = np.asarray(apply(theta, jnp.asarray(z, jnp.float32)), np.float64)
+    ours = np.asarray(
+        activation.apply(activation.theta, jnp.asarray(z, jnp.float32)), np.float64
+    )
     knots = np.linspace(-20, 20, segments + 1)
     slopes = np.log1p(np.exp(np.asarray(slope_N, np.float64)))
     values = np.concatenate([[0.0], np.cumsum(slopes * np.diff(knots))])

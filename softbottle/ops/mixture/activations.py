@@ -5,23 +5,48 @@
     GSS          g(z) = slope (z - center) + center - (slope - 1) softplus(z - center)
     PLIF         g(z) = piecewise linear and increasing, with learned slopes
 
-An activation is a module-level function `apply(theta, z)` beside the arrays `theta` it
-depends on. The function is static and the arrays are differentiable inputs, so one
+An activation is a module-level function `apply(theta, z)` beside the numbers `theta` it
+depends on. The function is static and learned numbers are differentiable inputs, so one
 fused operation serves every family.
 """
 
+import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+LOG2_E = math.log2(math.e)
+# The logit of a row that is no word: finite, so that g of it is finite.
+DEAD = -1e30
+
+Base2 = Callable[[tuple, jax.Array], tuple[jax.Array, jax.Array | None]]
+
 
 class Activation(NamedTuple):
-    """A log-activation and what it depends on."""
+    """A log-activation g and what it depends on.
 
-    apply: Callable[[Any, jax.Array], jax.Array]
-    theta: Any
+    g increases, and exp(g(z)) is 0 at z = DEAD and at -inf.
+
+    Attributes:
+        apply: (theta, z) -> g(z), elementwise; theta is the constants, then the params.
+        constants: fixed numbers, which need no gradient.
+        params: learned arrays.
+        base2: (constants, z log2(e)) -> (g(z) log2(e), g'(z)), g' None where it is 1:
+            what a GPU kernel computes, whose hardware has powers of two. None if no
+            such form is known; then plain XLA computes the loss.
+    """
+
+    apply: Callable[[tuple, jax.Array], jax.Array]
+    constants: tuple[float, ...] = ()
+    params: tuple[jax.Array, ...] = ()
+    base2: Base2 | None = None
+
+    @property
+    def theta(self) -> tuple:
+        """What `apply` reads: the constants as Python floats, then the params."""
+        return (*map(float, self.constants), *self.params)
 
 
 class Segments(NamedTuple):
@@ -51,18 +76,19 @@ def generalised(theta: tuple[jax.Array, jax.Array], z: jax.Array) -> jax.Array:
     return slope * shifted + center - (slope - 1) * jax.nn.softplus(shifted)
 
 
-def piecewise_even(theta: Segments, z: jax.Array) -> jax.Array:
+def piecewise_even(theta: tuple, z: jax.Array) -> jax.Array:
     """A piecewise-linear g with segments of one length: the index is a division."""
-    starts_N = theta.positions_N
+    _, _, starts_N = theta
     step = (starts_N[-1] - starts_N[0]) / (len(starts_N) - 1)
-    index = jnp.floor((z - theta.positions_N[0]) / step)
-    return _interpolate(theta, z, jnp.clip(index, 0, len(theta.values_N) - 1))
+    index = jnp.floor((z - starts_N[0]) / step)
+    return _interpolate(theta, z, jnp.clip(index, 0, len(starts_N) - 1))
 
 
-def piecewise(theta: Segments, z: jax.Array) -> jax.Array:
+def piecewise(theta: tuple, z: jax.Array) -> jax.Array:
     """A piecewise-linear g with segments of any length: the index is a search."""
-    index = jnp.searchsorted(theta.positions_N, z, side="right") - 1
-    return _interpolate(theta, z, jnp.clip(index, 0, len(theta.values_N) - 1))
+    _, _, starts_N = theta
+    index = jnp.searchsorted(starts_N, z, side="right") - 1
+    return _interpolate(theta, z, jnp.clip(index, 0, len(starts_N) - 1))
 
 
 def segments(knots_N1: jax.Array, slopes_N: jax.Array) -> Segments:
@@ -100,5 +126,37 @@ def _rise_jvp(inputs, tangents):
     return _rise(slopes, distance), slopes_dot * finite + slopes * distance_dot
 
 
-SOFTMAX = Activation(identity, ())
-SIGSOFTMAX = Activation(add_log_sigmoid, ())
+def identity_base2(theta: tuple, z2: jax.Array) -> tuple[jax.Array, None]:
+    """g = z; g' = 1 needs no product."""
+    del theta
+    return z2, None
+
+
+def add_log_sigmoid_base2(theta: tuple, z2: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """g = z - log(1 + exp(-z)) and g' = 2 - sigmoid(z)."""
+    del theta
+    softplus, sigmoid = _softplus_and_sigmoid(z2)
+    return 2 * z2 - softplus, 2 - sigmoid
+
+
+def generalised_base2(
+    theta: tuple[float, float], z2: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """g = slope (z - c) + c - (slope - 1) softplus(z - c)."""
+    center, slope = theta
+    softplus, sigmoid = _softplus_and_sigmoid(z2 - center * LOG2_E)
+    g2 = slope * z2 + (1 - slope) * center * LOG2_E - (slope - 1) * softplus
+    return g2, slope - (slope - 1) * sigmoid
+
+
+def _softplus_and_sigmoid(z2):
+    small = jnp.exp2(-jnp.abs(z2))
+    log = jnp.log2(1 + small)
+    # A power of two costs one instruction, a division many.
+    inverse = jnp.exp2(-log)
+    softplus = jnp.maximum(z2, 0.0) + log
+    return softplus, jnp.where(z2 >= 0, inverse, small * inverse)
+
+
+SOFTMAX = Activation(identity, base2=identity_base2)
+SIGSOFTMAX = Activation(add_log_sigmoid, base2=add_log_sigmoid_base2)

@@ -124,7 +124,12 @@ def _loss(apply, options, theta, context_TKE, table_VE, bias_V, *tokens):
     log_prior_TK, labels_T, weights_T = tokens
     lse_TK = _lse(apply, options, theta, context_TKE, table_VE, bias_V)
     score_TK = parts.target_score(
-        context_TKE, table_VE, bias_V, labels_T, Activation(apply, theta), options
+        context_TKE,
+        table_VE,
+        bias_V,
+        labels_T,
+        Activation(apply, params=theta),
+        options,
     )
     lse_TK = parts.over_shards(lse_TK, options)
     return parts.weighted(weights_T, parts.nll(log_prior_TK, score_TK, lse_TK))
@@ -133,7 +138,7 @@ def _loss(apply, options, theta, context_TKE, table_VE, bias_V, *tokens):
 def _loss_forward(apply, options, theta, context_TKE, table_VE, bias_V, *tokens):
     log_prior_TK, labels_T, weights_T = tokens
     cast_VE = _cast(options, context_TKE, table_VE)
-    activation = Activation(apply, theta)
+    activation = Activation(apply, params=theta)
 
     def chunk(sums, tokens):
         context_CKE, log_prior_CK, labels_C, weights_C = tokens

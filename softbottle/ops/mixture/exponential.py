@@ -35,7 +35,7 @@ import jax
 import jax.numpy as jnp
 
 from softbottle.ops.mixture import parts
-from softbottle.ops.mixture.activations import Activation
+from softbottle.ops.mixture.activations import DEAD, Activation
 from softbottle.ops.mixture.options import (
     Options,
     chunk_count,
@@ -45,8 +45,6 @@ from softbottle.ops.mixture.options import (
 
 # exp(40) leaves as much room again, on either side, for the factors in `scale`.
 FAR = 40.0
-# Finite, so that g of it is finite; exp(g) is zero whatever the activation.
-DEAD = -1e30
 SAMPLE = 256
 SCATTER_TOKENS = 1024
 REDO_BYTES = 32 * 2**20
@@ -70,8 +68,7 @@ class Route(NamedTuple):
 
 def takes(activation: Activation) -> bool:
     """Whether the activation is fixed, so that its parameters need no gradient."""
-    leaves = jax.tree.leaves(activation.theta)
-    return all(isinstance(leaf, (int, float)) for leaf in leaves)
+    return not activation.params
 
 
 def loss(

@@ -18,7 +18,6 @@ Needs jax 0.11 or newer. Activations with learned segments take the XLA path.
 import contextlib
 import contextvars
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -27,10 +26,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from softbottle.ops.mixture import activations, blocked, exponential, parts
-from softbottle.ops.mixture.activations import Activation
+from softbottle.ops.mixture.activations import DEAD, LOG2_E, Activation
 from softbottle.ops.mixture.options import Options, product_dtype
 
-LOG2_E = math.log2(math.e)
 # One size of tile was the fastest at every width that was tried on an H200. Times of
 # the first product against its own (see BUILD_NOTES.md), at widths
 # 320 | 576 | 1,024 | 4,096:
@@ -99,12 +97,12 @@ def _lse(activation, options, context_TKE, table_VE, bias_V):
     tokens, components, width = context_TKE.shape
     dtype = product_dtype(options, context_TKE, table_VE)
     live_V = parts.live_rows(table_VE.shape[0], options)
-    bias_V = jnp.where(live_V, bias_V.astype(jnp.float32), exponential.DEAD)
+    bias_V = jnp.where(live_V, bias_V.astype(jnp.float32), DEAD)
     context_RE = context_TKE.reshape(tokens * components, width).astype(dtype)
     context_RQ = _pad(context_RE, BLOCK_ROWS, BLOCK_WIDTH)
     table_PQ = _pad(table_VE.astype(dtype), BLOCK_WORDS, BLOCK_WIDTH)
     more = table_PQ.shape[0] - bias_V.size
-    bias_P = jnp.pad(bias_V, (0, more), constant_values=exponential.DEAD)
+    bias_P = jnp.pad(bias_V, (0, more), constant_values=DEAD)
     # Kernel code is one for both uses; here the references are the tiles' own maxima.
     top_NR, sum_NR = _call(False, activation, context_RQ, table_PQ, bias_P, None)
     top_R = jnp.max(top_NR, axis=0)
@@ -131,9 +129,11 @@ def _takes(context_TKE, table_VE, activation, options):
     """Whether the kernel can do this; if not, why not goes to the log, once."""
     dtype = product_dtype(options, context_TKE, table_VE)
     reason = None
-    if not exponential.takes(activation) or activation.apply not in _GAINS:
-        name = activation.apply.__name__
+    name = activation.apply.__name__
+    if activation.params:
         reason = f"the activation {name!r} has parameters to learn"
+    elif activation.base2 is None:
+        reason = f"the activation {name!r} has no form in base 2"
     elif dtype != jnp.bfloat16:
         reason = f"products are in {dtype}, not bfloat16"
     if reason:
@@ -276,7 +276,7 @@ def _kernel(store, activation, *refs):
                     mine = (bias_smem.at[me], stats_smem.at[me])
                     if store:
                         mine += (out_smem.at[me],)
-                    gain = functools.partial(_GAINS[activation.apply], activation.theta)
+                    gain = functools.partial(activation.base2, activation.theta)
                     _leave(gain, sum_ref, *mine, first_out, sum_NR, word_tile, rows)
 
             pipeline(multiply, finish)(
@@ -332,40 +332,3 @@ def _leave(gain, sum_ref, bias_smem, stats_smem, *rest):
     if not out_smem:
         plgpu.copy_smem_to_gmem(stats_smem.at[0], first_out.at[word_tile, rows])
     plgpu.copy_smem_to_gmem(stats_smem.at[1], sum_NR.at[word_tile, rows])
-
-
-def _identity(theta, z2):
-    """g = z, in base 2; g' = 1 needs no product."""
-    del theta
-    return z2, None
-
-
-def _log_sigmoid(theta, z2):
-    """g = z - log(1 + exp(-z)) and g' = 2 - sigmoid(z), z and g in base 2."""
-    del theta
-    softplus, sigmoid = _softplus_and_sigmoid(z2)
-    return 2 * z2 - softplus, 2 - sigmoid
-
-
-def _generalised(theta, z2):
-    """g = slope (z - c) + c - (slope - 1) softplus(z - c), z and g in base 2."""
-    center, slope = theta
-    softplus, sigmoid = _softplus_and_sigmoid(z2 - center * LOG2_E)
-    g2 = slope * z2 + (1 - slope) * center * LOG2_E - (slope - 1) * softplus
-    return g2, slope - (slope - 1) * sigmoid
-
-
-def _softplus_and_sigmoid(z2):
-    small = jnp.exp2(-jnp.abs(z2))
-    log = jnp.log2(1 + small)
-    # A power of two costs one instruction, a division many.
-    inverse = jnp.exp2(-log)
-    softplus = jnp.maximum(z2, 0.0) + log
-    return softplus, jnp.where(z2 >= 0, inverse, small * inverse)
-
-
-_GAINS = {
-    activations.identity: _identity,
-    activations.add_log_sigmoid: _log_sigmoid,
-    activations.generalised: _generalised,
-}

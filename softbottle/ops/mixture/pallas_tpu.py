@@ -24,19 +24,12 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from softbottle.ops.mixture import activations, blocked, parts
+from softbottle.ops.mixture import blocked, parts
 from softbottle.ops.mixture.activations import Activation
 from softbottle.ops.mixture.options import Options, product_dtype
 
 LANES = 128
 LOWEST = float(jnp.finfo(jnp.float32).min)
-
-# An index that is looked up for every logit does not vectorise, so PLIF is not here.
-KERNEL_ACTIVATIONS = (
-    activations.identity,
-    activations.add_log_sigmoid,
-    activations.generalised,
-)
 
 # Context rows and words of a block, by the bytes of a row. The table is read once for
 # every block of rows: that many rows, at two bytes a number, make as many operations a
@@ -57,7 +50,9 @@ SPLIT_ROWS = (1024, 1024, 1024)
 
 def lse(context_TKE, table_VE, bias_V, activation: Activation, options: Options):
     """Log-normaliser of every token and component, [T, K], over the local rows."""
-    if activation.apply not in KERNEL_ACTIVATIONS:
+    # Scalars are handed to the kernel; an index into an array that is looked up for
+    # every logit, as PLIF's, does not vectorise.
+    if any(jnp.ndim(number) for number in activation.theta):
         name = activation.apply.__name__
         parts.note(f"The TPU kernel has no activation {name!r}: plain XLA computes it.")
         return blocked.lse(context_TKE, table_VE, bias_V, activation, options)

@@ -1,8 +1,11 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import softbottle
 from softbottle.ops.mixture import activations
 from tests import oracle
 
@@ -49,6 +52,33 @@ def test_piecewise_maps_interpolate_and_go_on_beyond_the_knots(apply, even):
     exact = oracle.overlaps(knots, Z) @ SLOPES
     exact -= (oracle.overlaps(knots, knots) @ SLOPES)[2]  # 0 at the middle knot
     oracle.assert_close(ours, exact, "float32")
+
+
+FIXED = {
+    "softmax": softbottle.softmax(),
+    "sigsoftmax": softbottle.sigsoftmax(),
+    "gss": softbottle.gss(-1.5, 2.5),
+    "softcap": softbottle.softcap(4.0),
+}
+
+
+@pytest.mark.parametrize("head", FIXED.values(), ids=FIXED)
+def test_the_form_in_base_2_has_the_same_value_and_slope(head):
+    activation = head.activation({})
+    z = jnp.asarray([*Z, activations.DEAD], jnp.float32)
+    apply = functools.partial(activation.apply, activation.theta)
+    g, slope = jax.jvp(apply, (z,), (jnp.ones_like(z),))
+    g2, slope2 = activation.base2(activation.theta, z * activations.LOG2_E)
+    np.testing.assert_allclose(g2 / activations.LOG2_E, g, rtol=1e-5, atol=1e-5)
+    slope2 = jnp.ones_like(z) if slope2 is None else slope2
+    np.testing.assert_allclose(slope2[:-1], slope[:-1], rtol=1e-5, atol=1e-6)
+    # A row that is no word gets nothing, whatever g is.
+    assert np.exp(g[-1]) == np.exp(g2[-1]) == 0 and np.isfinite(slope2[-1])
+
+
+def test_a_constant_of_numpy_is_no_parameter():
+    activation = activations.Activation(activations.generalised, (np.float32(0.5), 2))
+    assert activation.theta == (0.5, 2.0) and activation.params == ()
 
 
 @pytest.mark.parametrize("z", [-1e4, 1e4, -88.0, 88.0])

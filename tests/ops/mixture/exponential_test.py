@@ -152,7 +152,8 @@ def test_equal_labels_are_all_counted_and_bits_repeat(dtype, mixed_dtypes, monke
 
 def test_only_fixed_activations_are_taken():
     assert exponential.takes(SOFTMAX) and exponential.takes(GSS)
-    learned = Activation(generalised, (jnp.asarray(0.5), jnp.asarray(1.7)))
+    assert exponential.takes(Activation(generalised, (np.float32(0.5), 1.7)))
+    learned = Activation(generalised, params=(jnp.asarray(0.5), jnp.asarray(1.7)))
     assert not exponential.takes(learned)
 
 

@@ -44,15 +44,15 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from softbottle.ops import api
-from softbottle.ops.activations import SIGSOFTMAX, SOFTMAX, Activation, generalised
+import softbottle
+from softbottle.ops.mixture import api
 
 topology = topologies.get_topology_desc(
     platform="cuda", target_config="""{H200}""", topology="1x1x1"
 )
 placed = NamedSharding(Mesh(np.array(topology.devices), ("x",)), PartitionSpec())
-gss = Activation(generalised, (0.5, 1.7))
-activation = {{"softmax": SOFTMAX, "sigsoftmax": SIGSOFTMAX, "gss": gss}}[sys.argv[1]]
+settings = {{"gss": (0.5, 1.7), "softcap": (30.0,)}}.get(sys.argv[1], ())
+activation = getattr(softbottle, sys.argv[1])(*settings).activation({{}})
 
 
 def shape(dtype, *sizes):
@@ -76,7 +76,7 @@ jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3))).lower(*inputs).compile()
 '''
 
 
-@pytest.mark.parametrize("activation", ["softmax", "sigsoftmax", "gss"])
+@pytest.mark.parametrize("activation", ["softmax", "sigsoftmax", "gss", "softcap"])
 def test_no_registers_are_spilled(activation):
     [library] = importlib.util.find_spec("nvidia").submodule_search_locations
     binaries = {path.parent for path in pathlib.Path(library).glob("*/bin/ptxas")}

@@ -8,13 +8,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+import softbottle
 from softbottle.ops.mixture import api, exponential, pallas_gpu
-from softbottle.ops.mixture.activations import (
-    SIGSOFTMAX,
-    SOFTMAX,
-    Activation,
-    generalised,
-)
+from softbottle.ops.mixture.activations import SIGSOFTMAX, SOFTMAX
 from softbottle.ops.mixture.options import Options
 from tests.ops.mixture.problem import Problem, loss_and_gradient, make_problem
 
@@ -26,9 +22,10 @@ pytestmark = [
     ),
 ]
 ACTIVATIONS = {
-    "softmax": (SOFTMAX, 0.0, 1.0),
-    "sigsoftmax": (SIGSOFTMAX, 0.0, 2.0),
-    "gss": (Activation(generalised, (0.5, 1.7)), 0.5, 1.7),
+    "softmax": (SOFTMAX, {}),
+    "sigsoftmax": (SIGSOFTMAX, {"slope": 2.0}),
+    "gss": (softbottle.gss(0.5, 1.7).activation({}), {"center": 0.5, "slope": 1.7}),
+    "softcap": (softbottle.softcap(4.0).activation({}), {"cap": 4.0}),
 }
 
 
@@ -86,19 +83,21 @@ def check(result, exact, limit=3e-3):
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_loss_and_gradient_equal_float64(name):
-    activation, center, slope = ACTIVATIONS[name]
+    activation, formula = ACTIVATIONS[name]
     sizes = {"tokens": 47, "components": 3, "width": 70, "vocab": 301}
     exact, ours = rounded(make_problem(**sizes))
-    check(run(ours, activation), loss_and_gradient(exact, center, slope))
+    check(run(ours, activation), loss_and_gradient(exact, **formula))
 
 
-def test_padding_rows_get_nothing():
+@pytest.mark.parametrize("name", ["softmax", "softcap"])
+def test_padding_rows_get_nothing(name):
+    activation, formula = ACTIVATIONS[name]
     sizes = {"tokens": 9, "components": 2, "width": 9, "vocab": 300}
     exact, ours = rounded(make_problem(**sizes))
     labels_T = exact.labels_T % 270
     exact, ours = exact._replace(labels_T=labels_T), ours._replace(labels_T=labels_T)
-    result = run(ours, SOFTMAX, vocab=270)
-    check(result, loss_and_gradient(exact, live=270))
+    result = run(ours, activation, vocab=270)
+    check(result, loss_and_gradient(exact, **formula, live=270))
     assert not np.any(np.asarray(result[1][2][270:], np.float32))
 
 

@@ -26,7 +26,12 @@ from tests.ops.mixture.problem import make_problem
 
 GSS = Activation(generalised, (-1.5, 2.5))
 AUTO = jax.sharding.AxisType.Auto
-ACTIVATIONS = {"mos": SOFTMAX, "moss": SIGSOFTMAX, "gss_mixed": GSS}
+ACTIVATIONS = {
+    "mos": SOFTMAX,
+    "moss": SIGSOFTMAX,
+    "gss_mixed": GSS,
+    "softcap": oracle.CASES["softcap"].head.activation({}),
+}
 # (tokens, components, width, rows of the table)
 SHAPES = {
     "bf16, d=280": ((840, 15, 280, 10_000), jnp.bfloat16),
@@ -138,7 +143,7 @@ def test_a_traced_theta_has_a_gradient(interpreted):
     context_TKE, table_VE, bias_V = oracle.cast(make_inputs()[:3], jnp.float32)
 
     def total(implementation, center, slope):
-        activation = Activation(generalised, (center, slope))
+        activation = Activation(generalised, params=(center, slope))
         args = (context_TKE, table_VE, bias_V, activation, Options(vocab=31))
         return jnp.sum(implementation.lse(*args))
 
@@ -161,7 +166,7 @@ def test_a_batch_is_what_its_elements_are(batched, interpreted):
     center_B = jnp.asarray([-1.5, 0.5], jnp.float32)
 
     def one(module, context_TKE, center):
-        activation = Activation(generalised, (center, 2.5))
+        activation = Activation(generalised, params=(center, 2.5))
         return module.lse(context_TKE, table_VE, bias_V, activation, Options(vocab=31))
 
     axes = (0, 0) if "centers" in batched else (0, None)
@@ -187,7 +192,7 @@ def test_a_table_split_over_devices_gives_loss_and_gradient(interpreted):
     def run(module, *inputs):
         def local(theta, *inputs):
             options = Options(vocab=31, vocab_axis="model")
-            share = module.loss(*inputs, Activation(generalised, theta), options)
+            share = module.loss(*inputs, Activation(generalised, params=theta), options)
             return jax.lax.psum(share, "data")
 
         data, model = P("data"), P("model")
@@ -217,7 +222,9 @@ def test_a_token_of_weight_zero_may_hold_any_label(interpreted):
 def test_piecewise_activations_take_the_xla_path_and_say_so_once(caplog):
     inputs = oracle.cast(make_inputs()[:3], jnp.float32)
     knots_N1 = jnp.linspace(-2.5, 2.5, 6)
-    plif = Activation(piecewise_even, segments(knots_N1, jnp.linspace(0.5, 1.5, 5)))
+    plif = Activation(
+        piecewise_even, params=segments(knots_N1, jnp.linspace(0.5, 1.5, 5))
+    )
     parts.note.cache_clear()
 
     @jax.jit

@@ -34,16 +34,20 @@ def make_problem(
     )
 
 
-def loss_and_gradient(problem, center=0.0, slope=1.0, live=None):
+def loss_and_gradient(problem, center=0.0, slope=1.0, cap=None, live=None):
     """Loss and its gradient for prior, context, table and bias, under GSS.
 
-    A slope of 1 is softmax and (0, 2) sigsoftmax; `live` words count, the rest is
-    padding.
+    A slope of 1 is softmax and (0, 2) sigsoftmax; with `cap` logits are soft-capped
+    instead. `live` words count, the rest is padding.
     """
     live = problem.table_VE.shape[0] if live is None else live
     z_TKV = problem.context_TKE @ problem.table_VE[:live].T + problem.bias_V[:live]
     shifted_TKV = z_TKV - center
     g_TKV = slope * shifted_TKV + center - (slope - 1) * np.logaddexp(0, shifted_TKV)
+    g_slope_TKV = slope - (slope - 1) * oracle.sigmoid(shifted_TKV)
+    if cap is not None:
+        g_TKV = cap * np.tanh(z_TKV / cap)
+        g_slope_TKV = 1 / np.cosh(z_TKV / cap) ** 2
     top_TK1 = g_TKV.max(axis=2, keepdims=True)
     exp_TKV = np.exp(g_TKV - top_TK1)
     p_TKV = exp_TKV / exp_TKV.sum(axis=2, keepdims=True)
@@ -55,7 +59,6 @@ def loss_and_gradient(problem, center=0.0, slope=1.0, live=None):
     nll_T = -(top_T1[:, 0] + np.log(np.exp(joint_TK - top_T1).sum(axis=1)))
     weight_TK = problem.weights_T[:, None] * np.exp(joint_TK + nll_T[:, None])
     p_TKV[tokens, :, problem.labels_T] -= 1
-    g_slope_TKV = slope - (slope - 1) * oracle.sigmoid(shifted_TKV)
     z_bar_TKV = weight_TK[:, :, None] * p_TKV * g_slope_TKV
     table_bar_VE = np.zeros_like(problem.table_VE)
     table_bar_VE[:live] = np.einsum("tkv,tke->ve", z_bar_TKV, problem.context_TKE)

@@ -1,0 +1,72 @@
+"""Soft-capped logits: P(v) proportional to exp(cap tanh(z_v / cap)), as Gemma 2 has.
+
+A logit is nearly itself while it is small beside the cap and never beyond it, so that
+no word is more than 2 cap nats from another.
+"""
+
+import dataclasses
+import math
+from typing import ClassVar
+
+import jax.numpy as jnp
+
+from softbottle.heads import base
+from softbottle.heads.mos import PlainOrMixed
+from softbottle.ops.mixture.activations import DEAD, LOG2_E, Activation
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Softcap(PlainOrMixed):
+    """A softmax of capped logits, plain or mixed.
+
+    Attributes:
+        cap: the largest logit.
+        components: K of a mixture; None for a single component without projection.
+    """
+
+    name: ClassVar[str] = "softcap"
+    cap: float = 30.0
+
+    def __post_init__(self) -> None:
+        """Check the settings."""
+        super().__post_init__()
+        if not 0 < self.cap < math.inf:
+            raise ValueError(f"cap must be positive and finite, got {self.cap!r}.")
+        object.__setattr__(self, "cap", float(self.cap))
+
+    def activation(self, params: base.Params) -> Activation:
+        """Cap tanh(z / cap); see `Head.activation`."""
+        del params
+        return Activation(_capped, (self.cap,), base2=_capped_base2)
+
+
+def softcap(cap: float, components: int | None = None) -> Softcap:
+    """A softmax of the logits cap tanh(z / cap), plain or, with `components`, mixed.
+
+    Args:
+        cap: the largest logit; Gemma 2 has 30.
+        components: K of a mixture; None for a single component without projection.
+
+    Raises:
+        ValueError: if `cap` is not positive and finite, or `components` is not a
+            positive integer.
+    """
+    return Softcap(cap, components=components)
+
+
+def _capped(theta, z):
+    (cap,) = theta
+    cap = jnp.asarray(cap, z.dtype)
+    # A word without probability (a bias of -inf, padding) is not lifted to -cap.
+    return jnp.where(z < DEAD / 2, z, cap * jnp.tanh(z / cap))
+
+
+def _capped_base2(theta, z2):
+    """With s = exp(-2 |z| / cap), tanh = (1 - s) / (1 + s) and g' = 4 s / (1 + s)^2."""
+    (cap,) = theta
+    small = jnp.exp2(-jnp.abs(z2) * (2 / cap))
+    # A power of two costs one instruction, a division many.
+    inverse = jnp.exp2(-jnp.log2(1 + small))
+    size = cap * LOG2_E * (1 - small) * inverse
+    g2 = jnp.where(z2 >= 0, size, -size)
+    return jnp.where(z2 < DEAD / 2, z2, g2), 4 * small * inverse * inverse

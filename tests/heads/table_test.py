@@ -1,0 +1,108 @@
+import dataclasses
+import re
+
+import pytest
+from absl import flags
+from ml_collections import config_flags
+
+import softbottle
+from softbottle import config as configs
+from softbottle import heads
+from softbottle.training import loop
+from tests import ROOT, oracle, tiny
+
+NOT_OF_THE_HEAD = {"name", "budget_mib", "implementation"}
+
+
+def config_head(**settings):
+    head = configs.Head()
+    for name, value in settings.items():
+        setattr(head, name, value)
+    return head
+
+
+def test_every_head_is_exported_and_has_its_line_in_the_contract():
+    cases = {type(case.head) for case in oracle.CASES.values()}
+    assert cases == set(heads.HEADS.values())
+    for name in heads.HEADS:
+        assert name in softbottle.__all__
+
+
+def test_what_a_config_sets_is_what_heads_have():
+    fields = {field.name for field in dataclasses.fields(configs.Head)}
+    every = {name for head in heads.HEADS for name in heads.settings(head)}
+    assert fields - NOT_OF_THE_HEAD == every
+
+
+@pytest.mark.parametrize(
+    "settings, head",
+    [
+        ({"name": "softmax"}, softbottle.softmax()),
+        ({"name": "mos"}, softbottle.mos(1)),
+        ({"name": "mos", "components": 3}, softbottle.mos(3)),
+        ({"name": "gss", "center": -1.5}, softbottle.gss(-1.5, 1.0)),
+        ({"name": "gss", "slope": 2, "components": 3}, softbottle.gss(0.0, 2.0, 3)),
+        ({"name": "plif"}, softbottle.plif(100_000)),
+        ({"name": "plif", "knots": 9, "span": 2.5}, softbottle.plif(9, 2.5)),
+        ({"name": "lowrank", "rank": 4}, softbottle.lowrank(4)),
+        ({"name": "softcap", "cap": 20.0}, softbottle.softcap(20.0)),
+    ],
+)
+def test_a_config_gives_the_head_with_its_settings(settings, head):
+    assert heads.from_config(config_head(**settings)) == head
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"name": "mosaic"}, "head.name must be one of ('softmax', "),
+        ({"name": "softmax", "components": 3}, "softmax, which has []."),
+        ({"center": -1.5}, "head.center=-1.5 is not a setting of mos"),
+        ({"center": -1.5}, "which has ['components']."),
+        ({"name": "gss", "cap": 9.0}, "which has ['center', 'slope', 'components']."),
+        ({"name": "lowrank"}, "head.rank must be set: lowrank has no default"),
+        ({"name": "mos", "components": -3}, "head.components must be an integer >= 1"),
+        ({"name": "softcap", "cap": -1.0}, "head.cap must be positive and finite"),
+    ],
+)
+def test_what_a_head_does_not_take_is_refused_with_what_it_does(settings, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        heads.from_config(config_head(**settings))
+
+
+def test_a_setting_is_set_on_the_command_line():
+    words = ["program", f"--config={ROOT / 'configs' / 'quickstart.py'}:softmax"]
+    words += ["--config.head.name=gss", "--config.head.center=-1.5"]
+    values = flags.FlagValues()
+    config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=words)
+    values(words)
+    assert heads.from_config(values.config.head) == softbottle.gss(-1.5, 1.0)
+
+
+def test_a_run_whose_head_is_refused_writes_nothing(tmp_path):
+    config = tiny.make_config(head__cap=3.0)
+    with pytest.raises(ValueError, match="head.cap=3.0 is not a setting of mos"):
+        loop.run(config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_heads_answer_what_models_and_planners_ask():
+    answers = {
+        repr(head): (head.contexts, head.products, head.projects, head.is_linear)
+        for head in (
+            softbottle.softmax(),
+            softbottle.lowrank(4),
+            softbottle.mos(3),
+            softbottle.moc(3),
+            softbottle.gss(0.0, 2.0),
+            softbottle.gss(0.0, 2.0, 3),
+        )
+    }
+    assert list(answers.values()) == [
+        (1, 1, False, True),
+        (1, 1, True, True),
+        (3, 3, True, False),
+        (3, 1, True, False),
+        (1, 1, False, False),
+        (3, 3, True, False),
+    ]
