@@ -32,7 +32,8 @@ import numpy as np
 from scipy import optimize, stats
 
 from softbottle.analysis import drawing, report
-from softbottle.analysis.sources import arrays as arrays_lib
+from softbottle.analysis.capture import Capture, real
+from softbottle.analysis.settings import Settings
 
 BOX = 100.0
 MARGIN = 1e-8
@@ -213,12 +214,23 @@ def section(reaches: dict[str, Reach], sets: dict[str, TopSets]) -> report.Secti
     )
 
 
+def inspect(captures: Sequence[Capture], settings: Settings) -> report.Section:
+    """The section on some captures, of the words and sets that their sources name."""
+    del settings
+    reaches, sets = {}, {}
+    for capture in captures:
+        table, trials = (capture.table_VE, capture.bias_V), capture.trials
+        reaches[capture.name] = reach(*table, trials.words)
+        sets[capture.name] = top_sets(*table, sizes=trials.sizes, trials=trials.sets)
+    return section(reaches, sets)
+
+
 def _checked(table_VE, bias_V):
-    table_VE = arrays_lib.real("the table", table_VE)
+    table_VE = real("the table", table_VE)
     if table_VE.ndim != 2 or len(table_VE) < 2:
         raise ValueError(f"the table must be [V > 1, E], got shape {table_VE.shape}.")
     bias_V = np.zeros(len(table_VE)) if bias_V is None else bias_V
-    bias_V = arrays_lib.real("the bias", bias_V)
+    bias_V = real("the bias", bias_V)
     if bias_V.shape != table_VE.shape[:1]:
         raise ValueError(
             f"a table of shape {table_VE.shape} has no bias of shape {bias_V.shape}."

@@ -31,7 +31,9 @@ import numpy as np
 from scipy import stats
 
 from softbottle.analysis import drawing, report
+from softbottle.analysis.capture import Capture
 from softbottle.analysis.instruments import normalisers
+from softbottle.analysis.settings import Settings
 
 COUNTS = (1, 2, 5, 10, 20, 50, 100)  # numbers of tokens that may be selected
 LEVEL = 0.01  # of the test that calls two samples of distances different
@@ -290,6 +292,13 @@ def section(found: Limits) -> report.Section:
         name: [one._asdict() for one in some] for name, some in found.selections.items()
     }
     return report.Section("Limits of attention", reading, figures, numbers)
+
+
+def inspect(captures: Sequence[Capture], settings: Settings) -> report.Section:
+    """The section on an attention layer's own arrays, of which a file has one set."""
+    del settings
+    (capture,) = captures
+    return section(survey(*capture.attention_rows))
 
 
 def _draw_selections(distance, inside, name, counts_N, some):

@@ -21,7 +21,9 @@ import numpy as np
 from scipy import special, stats
 
 from softbottle.analysis import drawing, report
+from softbottle.analysis.capture import Capture
 from softbottle.analysis.instruments import attention, normalisers
+from softbottle.analysis.settings import Settings
 
 SELECTED = 5  # tokens that `inside` and `tightness` are about
 _COMPARED = {
@@ -155,6 +157,17 @@ def section(found: dict[str, Heads]) -> report.Section:
         reading = f"{name}, heads of the middle layer on one stretch. {figure.reading}"
         figures.append(figure._replace(name=f"{figure.name}-{place}", reading=reading))
     return report.Section("Attention by layer", " ".join(lines), figures, numbers)
+
+
+def inspect(captures: Sequence[Capture], settings: Settings) -> report.Section:
+    """The section on the attention of some captures."""
+    del settings
+    return section({capture.name: _of_capture(capture) for capture in captures})
+
+
+def _of_capture(capture):
+    entering = capture.states[: len(capture.logits_LWHS)]
+    return measure(capture.logits_LWHS, entering)
 
 
 def _draw_normalisers(found):

@@ -22,10 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from softbottle.analysis import drawing, report
-from softbottle.analysis.sources import arrays as arrays_lib
+from softbottle.analysis.capture import Capture, bias_or_zeros, real
+from softbottle.analysis.settings import Settings
 from softbottle.ops.mixture.activations import SOFTMAX, Activation
-from softbottle.training import evaluate
-from softbottle.training.state import Run
 
 CHUNK = 64  # tokens whose [K, V] gradients are held at a time
 
@@ -85,7 +84,7 @@ def measure(
     """
     given = {"prior": log_prior_TK, "contexts": context_TKE}
     given |= {"table": table_VE, "bias": bias_V}
-    arrays = [arrays_lib.real(name, one, None) for name, one in given.items()]
+    arrays = [real(name, one, None) for name, one in given.items()]
     labels_T = np.asarray(labels_T)
     _check(*arrays, labels_T)
     basis_VE = column_space(arrays[2])
@@ -127,19 +126,16 @@ def column_space(table_VE: np.ndarray) -> np.ndarray:
     return left_VE[:, sigma > scale * sigma[0]]
 
 
-def of_run(
-    run: Run, ids: np.ndarray, positions: int = 1024, ranks: Sequence[int] = ()
-) -> Gradient:
-    """The measure along the start of a text."""
-    how = run.config.data.eval_rows, run.config.data.eval_length
-    parts = list(evaluate.states(run.model, run.params, ids[: positions + 1], *how))
-    hidden_TD, _, labels_T = (np.concatenate(part) for part in zip(*parts, strict=True))
-    params, table_VE, bias_V = run.model.output(run.params)
-    words = run.model.options["vocab"]
-    mixture = run.model.head.mix(params, jnp.asarray(hidden_TD))
-    activation = run.model.head.activation(params)
-    table = table_VE[:words], bias_V[:words]
-    return measure(*mixture, *table, labels_T, activation, ranks)
+def inspect(captures: Sequence[Capture], settings: Settings) -> report.Section:
+    """The section on the start of some captures' texts."""
+    del settings
+    return section({capture.name: _of_capture(capture) for capture in captures})
+
+
+def _of_capture(capture):
+    log_prior_TK, context_TKE, labels_T, activation, ranks = capture.mixed
+    table = capture.table_VE, bias_or_zeros(capture)
+    return measure(log_prior_TK, context_TKE, *table, labels_T, activation, ranks)
 
 
 def section(found: dict[str, Gradient]) -> report.Section:

@@ -28,7 +28,8 @@ import optax
 
 from softbottle import heads
 from softbottle.analysis import drawing, report
-from softbottle.analysis.sources import arrays as arrays_lib
+from softbottle.analysis.capture import Capture, bias_or_zeros, powers, real
+from softbottle.analysis.settings import Settings
 
 NEAR = 0.02  # nats: losses this close to the best are called as good
 
@@ -250,6 +251,24 @@ def section(found: dict[str, LowRank]) -> report.Section:
     return report.Section("Heads of limited rank", " ".join(lines), figures, numbers)
 
 
+def inspect(captures: Sequence[Capture], settings: Settings) -> report.Section:
+    """The section on heads of every power of two up to the width of the states."""
+    del settings
+    return section({capture.name: _of_capture(capture) for capture in captures})
+
+
+def _of_capture(capture):
+    """From the model's own softmax over the words that occur; else from scratch."""
+    hidden_ND, labels_N = capture.frozen
+    ranks = powers(hidden_ND.shape[1])
+    if capture.readout is not None:
+        vocab = len(capture.table_VE)
+        return train(hidden_ND, labels_N, vocab, ranks, capture.table_VE)
+    words_U, labels_N = np.unique(labels_N, return_inverse=True)
+    own = Own(capture.table_VE[words_U], bias_or_zeros(capture)[words_U])
+    return cut(hidden_ND, labels_N, ranks, own)
+
+
 def _fit(loss, steps, batch, learning_rate, seed):
     """A compiled training: (output, states, labels) -> output.
 
@@ -284,13 +303,13 @@ def _mean_loss(output, hidden_ND, labels_N):
 def _w_error(table_VE, ranks):
     if table_VE is None:
         return np.full(len(ranks), np.nan)
-    sigma = np.linalg.svd(arrays_lib.real("table", table_VE), compute_uv=False)
+    sigma = np.linalg.svd(real("table", table_VE), compute_uv=False)
     energy = np.square(sigma)
     return np.array([np.sqrt(energy[rank:].sum() / energy.sum()) for rank in ranks])
 
 
 def _check(hidden_ND, labels_N, vocab, ranks):
-    arrays_lib.real("states", hidden_ND, None)
+    real("states", hidden_ND, None)
     if hidden_ND.ndim != 2 or labels_N.shape != hidden_ND.shape[:1]:
         raise ValueError(
             f"states [N, D] and labels [N] are needed, got {hidden_ND.shape} and "

@@ -14,7 +14,8 @@ import numpy as np
 import scipy.optimize
 
 from softbottle.analysis import drawing, report
-from softbottle.analysis.sources import arrays as arrays_lib
+from softbottle.analysis.capture import Capture, real
+from softbottle.analysis.settings import Settings
 from softbottle.data import vocab
 
 
@@ -29,14 +30,14 @@ class Law(NamedTuple):
 
     def loss(self, parameters: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """The loss the law predicts."""
-        parameters = arrays_lib.real("parameters", parameters)
-        tokens = arrays_lib.real("tokens", tokens)
+        parameters = real("parameters", parameters)
+        tokens = real("tokens", tokens)
         size = self.a * parameters**-self.alpha
         return size + self.b * tokens**-self.beta + self.e
 
     def gap(self, parameters, tokens, loss) -> np.ndarray:
         """How far a loss lies above the law, as a share of what it predicts."""
-        return arrays_lib.real("loss", loss) / self.loss(parameters, tokens) - 1
+        return real("loss", loss) / self.loss(parameters, tokens) - 1
 
 
 PYTHIA = Law(119.09, 0.246)  # the fit of Godey et al. to the models from 410M up
@@ -60,7 +61,7 @@ def fit(
         ValueError: if the arrays do not match or are not positive, or no fit is found.
     """
     named = {"parameters": parameters_M, "tokens": tokens_M, "loss": loss_M}
-    data = [arrays_lib.real(name, one) for name, one in named.items()]
+    data = [real(name, one) for name, one in named.items()]
     bad = [one.shape for one in data if one.ndim != 1 or not np.all(one > 0)]
     if bad or len({one.shape for one in data}) > 1 or len(np.unique(data[0])) < 2:
         raise ValueError(
@@ -116,6 +117,13 @@ def of_models(
     law = fit(*(np.asarray(one)[fitted_M] for one in data))
     # Names come out of a file, and go to the terminal.
     return section(law, [vocab.printable(str(name)) for name in names], *data)
+
+
+def inspect(captures: Sequence[Capture], settings: Settings) -> report.Section:
+    """The section on trained models, of which a file has one list."""
+    del settings
+    (capture,) = captures
+    return of_models(*capture.models)
 
 
 def section(
