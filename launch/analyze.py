@@ -7,7 +7,7 @@
     python launch/analyze.py --arrays states.npz --out report
     python launch/analyze.py --text german --text french --order 3 --out report
 
-Writes report.html (one file, made to be looked at), report.json and a PNG a figure.
+Writes report.html (one file, made to be looked at), report.json and a PNG per figure.
 Nothing is downloaded unless --hf names a model that is no folder.
 """
 

@@ -3,6 +3,9 @@
 Every source (a run, a GGUF file, a Hugging Face model, arrays, a text) yields this one
 type. A field that a source cannot fill, or was not asked to, is None; the instruments
 that need it are left out (inspection.py).
+
+Axes: N and M positions, L layers (of `AttentionRows`: tokens), W stretches of S
+positions, H attention heads, R rows of attention, M also models.
 """
 
 import dataclasses

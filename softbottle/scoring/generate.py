@@ -73,7 +73,7 @@ def make_continuer(
     top_p: float = 1.0,
     cache: bool = False,
 ) -> Callable[[np.ndarray, int], np.ndarray]:
-    """A compiled `go_on(prompts_BP, seed) -> made_BN`: N = `tokens` words a prompt.
+    """A compiled `go_on(prompts_BP, seed) -> made_BN`: N = `tokens` words per prompt.
 
     Prompts of one length are continued side by side, each a text of its own, with the
     settings of `generate`. One loop on the device makes all the words; it reads the

@@ -23,6 +23,8 @@ A set S of m words is on top if some h gives all of S larger logits than all oth
     max r   s.t.   z_s >= t + r  for s in S,   z_v <= t - r  for v outside,
 
 and "how large may S be?" is asked of random sets (Basri and Jacobs, 2026).
+
+Axes: U words that are looked at, X unknowns of a programme, N sizes of sets.
 """
 
 from collections.abc import Sequence
@@ -187,7 +189,9 @@ def section(reaches: dict[str, Reach], sets: dict[str, TopSets]) -> report.Secti
         "Dashed: what is proved for a random table of the same shape, at least. "
         "Dotted: half the width; past it no table whatever has every set."
     )
-    lost = {name: found.words_V[~found.reachable_V] for name, found in reaches.items()}
+    lost = {
+        name: reached.words_V[~reached.reachable_V] for name, reached in reaches.items()
+    }
     counts = "; ".join(
         f"{name}: {len(words):,} of {len(reaches[name].words_V):,} that were tried"
         for name, words in lost.items()
@@ -205,12 +209,14 @@ def section(reaches: dict[str, Reach], sets: dict[str, TopSets]) -> report.Secti
         }
         for name, words in lost.items()
     }
-    top = {name: found._asdict() for name, found in sets.items()}
     return report.Section(
         "What can be on top",
         reading,
         [report.Figure("argmax-top-sets", figure, caption)],
-        {"words": numbers, "sets": top},
+        {
+            "words": numbers,
+            "sets": {name: top._asdict() for name, top in sets.items()},
+        },
     )
 
 

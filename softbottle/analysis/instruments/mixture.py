@@ -65,10 +65,12 @@ def draw(mixed: dict[str, Mixing]) -> report.Figure:
     """Mean weights and responsibilities of the components, largest first."""
     figure = drawing.Figure(figsize=(8, 3.5), layout="constrained")
     axes = figure.subplots()
-    for name, one in mixed.items():
-        order_K = np.argsort(-one.usage_K)
-        axes.plot(one.usage_K[order_K], marker="o", label=f"{name}: weight")
-        axes.plot(one.responsibility_K[order_K], "x--", label=f"{name}: given the word")
+    for name, mixing in mixed.items():
+        order_K = np.argsort(-mixing.usage_K)
+        axes.plot(mixing.usage_K[order_K], marker="o", label=f"{name}: weight")
+        axes.plot(
+            mixing.responsibility_K[order_K], "x--", label=f"{name}: given the word"
+        )
     axes.set(xlabel="component, by weight", ylabel="mean share", ylim=(0, None))
     axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
     axes.legend()

@@ -19,6 +19,9 @@ is never too small. How much too large it may be follows from
 The trace of C is known; its norm is bounded with probability 1 - 1e-10 by ten Gaussian
 probes, ||C^32|| <= 10 sqrt(2/pi) max_i ||C^32 g_i|| (Halko, Martinsson and Tropp, 2011,
 Lemma 4.1). All this squares the sigma_i: a W-error below 1e-7 is rounding.
+
+Axes: C contexts, N words of a context, D dimensions, K columns of Q, P probes, R rows
+of a smaller matrix with the same G.
 """
 
 from collections.abc import Sequence
@@ -178,8 +181,10 @@ def section(
             if width < len(error.error_D):
                 axes.plot(width, error.error_D[width], "o", color=line.get_color())
                 axes.axvline(width, color=line.get_color(), ls="--", lw=1)
-                said = f"at {width:,}, the width of {model}, {error.error_D[width]:.3f}"
-                models.append(said)
+                clause = (
+                    f"at {width:,}, the width of {model}, {error.error_D[width]:.3f}"
+                )
+                models.append(clause)
                 numbers[name][f"at the width of {model}"] = error.error_D[width]
     axes.axhline(0.5, color="grey", linestyle=":", linewidth=1)
     axes.set(xlabel="dimensions", ylabel="W-error", ylim=(0, 1.02), xscale="log")
@@ -222,7 +227,7 @@ def inspect(captures: Sequence[Capture], settings: Settings) -> report.Section:
     if any(widths.values()):
         return compared
     # Texts without a model are cut to one length and one number of words.
-    length, vocab = len(text.ids), text.vocab
+    length, vocab = len(captures[0].text.ids), captures[0].text.vocab
     reading = (
         f"{compared.reading} Of each text the first {length:,} words, {vocab:,} of "
         "them told apart."

@@ -7,6 +7,8 @@ A head's own operation gives the blocks where there is one. Otherwise
 for states H [N, D], a table W [V, D] and a bias b. Its singular values are those of
 its transpose, so that a Gram matrix may be made of the shorter side: `columns` lets
 the words of a large vocabulary pass by in blocks.
+
+Axes: C positions, or words, of a block.
 """
 
 from collections.abc import Iterator

@@ -12,6 +12,8 @@ A tall matrix is read in blocks of rows. Its Gram matrix gives sigma^2, so that 
 is lost below about 1.5e-8 sigma_1: enough for the tolerance of float32 (1.8e-5 at
 82,430 x 10,000) and not for that of float64 (3.4e-14), where the rows go through a QR
 factorisation instead, R <- qr([R; rows]), and the singular values are those of R.
+
+Axes: C rows of a block, R rows that wait.
 """
 
 from collections.abc import Iterable, Sequence
@@ -144,8 +146,8 @@ def streamed(blocks: Iterable[Any], precision: str = "float32") -> Ranks:
     ranks = {name: int((sigma > tolerances[name]).sum()) for name in PRECISIONS}
     if precision == "float32":
         ranks["float64"] = None
-    kept = {loss: effective(sigma, loss) for loss in LOSSES}
-    return Ranks(shape, entries, sigma, tolerances, ranks, kept)
+    by_loss = {loss: effective(sigma, loss) for loss in LOSSES}
+    return Ranks(shape, entries, sigma, tolerances, ranks, by_loss)
 
 
 def effective(sigma: np.ndarray, loss: float) -> int:
@@ -156,8 +158,8 @@ def effective(sigma: np.ndarray, loss: float) -> int:
     """
     if not 0 <= loss < 1:
         raise ValueError(f"loss must be in [0, 1), got {loss}.")
-    kept = np.cumsum(np.square(np.asarray(sigma, np.float64)))
-    return int(np.searchsorted(kept, (1 - loss) * kept[-1])) + 1
+    energy = np.cumsum(np.square(np.asarray(sigma, np.float64)))
+    return int(np.searchsorted(energy, (1 - loss) * energy[-1])) + 1
 
 
 class PairwiseKL:

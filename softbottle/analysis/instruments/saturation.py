@@ -10,6 +10,8 @@ The singular entropy is the divergence of the head's normalised spectrum from a 
 one: 0 when all r singular values are equal, log r when only one is left. A dimension
 that stands far out at every position peaks at about sqrt(D - 1), since it is itself
 part of the deviation. The same along a training: turns.py.
+
+Axes: N positions, L layers.
 """
 
 from collections.abc import Sequence

@@ -3,6 +3,8 @@
 The states of every layer come from one row of text in stretches of `data.eval_length`
 positions. What the head reads comes from `data.eval_rows` rows, as in validation: it is
 what the run's perplexity is made of.
+
+Axes: L layers, W stretches, H heads, S positions of a stretch.
 """
 
 import dataclasses
