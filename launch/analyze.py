@@ -7,7 +7,7 @@
     python launch/analyze.py --arrays states.npz --out report
     python launch/analyze.py --text german --text french --order 3 --out report
 
-Writes report.html (one file, made to be looked at), report.json and a PNG a figure.
+Writes report.html (one file, made to be looked at), report.json and a PNG per figure.
 Nothing is downloaded unless --hf names a model that is no folder.
 """
 
@@ -16,10 +16,11 @@ import pathlib
 from absl import app, flags
 
 from softbottle import command
-from softbottle.analysis import captured, inspection, report
-from softbottle.analysis.asked import Asked
+from softbottle.analysis import inspection, report
 from softbottle.analysis.instruments import rank
-from softbottle.analysis.sources import pretrained, texts
+from softbottle.analysis.settings import Settings
+from softbottle.analysis.sources import hugging_face, llama
+from softbottle.analysis.sources.reading import Reading
 
 WORKDIRS = flags.DEFINE_multi_string("workdir", [], "A run; give several to compare.")
 ARRAYS = flags.DEFINE_string(
@@ -43,9 +44,8 @@ OUT = flags.DEFINE_string("out", None, "Where the report goes.", required=True)
 INSTRUMENTS = flags.DEFINE_list(
     "instruments",
     None,
-    "Which instruments, in what order; by default all but those that train. Of a run: "
-    f"{', '.join(inspection.INSTRUMENTS)}; of a pretrained model or of arrays: "
-    f"{', '.join(captured.INSTRUMENTS)}.",
+    "Which instruments, in what order; by default all but those that train. One that "
+    f"cannot run says why. There are {', '.join(inspection.INSTRUMENTS)}.",
 )
 SPLIT = flags.DEFINE_enum("split", "test", ["train", "valid", "test"], "Which text.")
 POSITIONS = flags.DEFINE_integer(
@@ -73,50 +73,48 @@ PRECISION = flags.DEFINE_enum(
 
 
 def main() -> None:
-    """Analyse what the flags say."""
+    """Analyze what the flags say."""
     models = [WORKDIRS.value, ARRAYS.value, HF.value, GGUF.value]
     if sum(map(bool, models)) > 1 or not (any(models) or TEXTS.value):
         raise app.UsageError("give one of --workdir, --arrays, --hf, --gguf, or --text")
-    asked = Asked(ORDER.value, DIMENSIONS.value, PRECISION.value)
-    title, sections = _sections(asked)
+    asked = INSTRUMENTS.value or None
+    if asked:
+        inspection.check(asked)
+    settings = Settings(ORDER.value, DIMENSIONS.value, PRECISION.value)
+    title, sections = _sections(asked, settings)
     report.write(OUT.value, title, sections)
     for section in sections:
         print(f"{section.title}: {section.reading}")
     print(f"wrote {OUT.value}/report.html")
 
 
-def _sections(asked):
+def _sections(asked, settings):
     if ARRAYS.value:
-        instruments = INSTRUMENTS.value or captured.BARE
-        sections = inspection.of_arrays(ARRAYS.value, instruments, asked)
+        sections = inspection.of_arrays(ARRAYS.value, asked, settings)
         return pathlib.Path(ARRAYS.value).name, sections
     if HF.value or GGUF.value:
-        return _pretrained(asked)
+        return _pretrained(asked, settings)
     if TEXTS.value:
-        names = ", ".join(pathlib.Path(path).name for path in TEXTS.value)
-        return names, [texts.section(TEXTS.value, asked)]
-    title = ", ".join(pathlib.Path(workdir).name for workdir in WORKDIRS.value)
-    return title, inspection.of_runs(
-        WORKDIRS.value,
-        INSTRUMENTS.value or inspection.QUICK,
-        SPLIT.value,
-        POSITIONS.value or 8192,
-        asked,
-    )
+        return _title(TEXTS), inspection.of_texts(TEXTS.value, asked, settings)
+    read = SPLIT.value, POSITIONS.value or 8192
+    return _title(WORKDIRS), inspection.of_runs(WORKDIRS.value, asked, *read, settings)
 
 
-def _pretrained(asked):
+def _title(paths):
+    return ", ".join(pathlib.Path(path).name for path in paths.value)
+
+
+def _pretrained(asked, settings):
     if len(TEXTS.value) != 1:
         raise app.UsageError("a pretrained model needs one --text to read")
-    reading = pretrained.Reading(
+    reading = Reading(
         TEXTS.value[0], POSITIONS.value or 2048, WINDOW.value, FROZEN.value
     )
     if HF.value:
-        capture = pretrained.from_hf(HF.value, reading)
+        capture = hugging_face.from_hf(HF.value, reading)
     else:
-        capture = pretrained.from_gguf(GGUF.value, reading)
-    instruments = INSTRUMENTS.value or captured.QUICK
-    return capture.name, captured.sections(capture, instruments, asked)
+        capture = llama.from_gguf(GGUF.value, reading)
+    return capture.name, inspection.of_pretrained(capture, asked, settings)
 
 
 if __name__ == "__main__":

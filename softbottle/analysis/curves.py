@@ -1,9 +1,12 @@
 """Validation perplexity along the training: of one run, or of several."""
 
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 from softbottle.analysis import drawing, report
+from softbottle.analysis.capture import Capture
+from softbottle.analysis.settings import Settings
 from softbottle.training import metrics
 
 
@@ -51,16 +54,16 @@ def draw(lines: list[dict[str, Any]], title: str) -> drawing.Figure:
     return figure
 
 
-def compare(found: dict[str, list[dict[str, Any]]]) -> drawing.Figure:
+def compare(runs: dict[str, list[dict[str, Any]]]) -> drawing.Figure:
     """Validation perplexity of several runs against the tokens they have seen.
 
     Args:
-        found: by name, a run's metrics, with a validation or more; padding counts
+        runs: by name, a run's metrics, with a validation or more; padding counts
             among the tokens.
     """
     figure = drawing.Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    for name, lines in found.items():
+    for name, lines in runs.items():
         data = lines[0]["start"]["config"]["data"]
         points = validations(lines)
         axes.plot(
@@ -77,25 +80,32 @@ def compare(found: dict[str, list[dict[str, Any]]]) -> drawing.Figure:
     return figure
 
 
-def section(found: dict[str, list[dict[str, Any]]]) -> report.Section:
+def section(runs: dict[str, list[dict[str, Any]]]) -> report.Section:
     """Runs side by side, with the last and the best perplexity of each."""
     perplexity = {
         name: [line["valid_perplexity"] for line in validations(lines)]
-        for name, lines in found.items()
+        for name, lines in runs.items()
     }
     numbers = {
-        name: {"last": seen[-1], "best": min(seen)} for name, seen in perplexity.items()
+        name: {"last": values[-1], "best": min(values)}
+        for name, values in perplexity.items()
     }
-    told = "; ".join(
-        f"{name} {one['last']:.2f} at its end, {one['best']:.2f} at its best"
-        for name, one in numbers.items()
+    ends = "; ".join(
+        f"{name} {values['last']:.2f} at its end, {values['best']:.2f} at its best"
+        for name, values in numbers.items()
     )
     reading = (
         "Where a curve turns up again, the model learns its training text by heart."
     )
-    figures = [report.Figure("validation", compare(found), reading)]
+    figures = [report.Figure("validation", compare(runs), reading)]
     title = "Validation perplexity"
-    return report.Section(title, f"{told}.", figures, numbers)
+    return report.Section(title, f"{ends}.", figures, numbers)
+
+
+def inspect(captures: Sequence[Capture], settings: Settings) -> report.Section:
+    """The section on some runs that were validated."""
+    del settings
+    return section({capture.name: capture.validations for capture in captures})
 
 
 def write(workdir: pathlib.Path, title: str) -> None:

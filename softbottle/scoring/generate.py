@@ -9,7 +9,7 @@ so far: every state is remembered, once, with the word that followed it.
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -48,23 +48,19 @@ def generate(
     """
     _check(run, tokens, temperature, top_k, top_p)
     prompt = np.asarray(prompt if len(prompt) else [run.vocab.eos], np.int32)
-    draw = _drawer(run.model, temperature, top_k, top_p, cache)
-
-    @jax.jit
-    def next_word(params, hidden_1D, past, key):
-        return draw(params, hidden_1D, _memory(past), key)[0]
-
+    programs = _programs(_ById(run.model), temperature, top_k, top_p, cache)
     read = _recurrent if jax.tree.leaves(run.model.initial_carry(1)) else _whole
-    states = read(run, prompt, tokens)
+    states = read(run, programs.hidden, prompt, tokens)
     hidden_CD = next(states)
     past = _empty(len(prompt) + tokens, hidden_CD)
     past = _remember(past, hidden_CD[:-1], prompt[1:])
     keys = jax.random.split(jax.random.key(seed), tokens)
     for index in range(tokens):
-        word = int(next_word(run.params, hidden_CD[-1:], past, keys[index]))
+        hidden_1D, key = hidden_CD[-1:], keys[index]
+        word = int(programs.next_word(run.params, hidden_1D, past, key))
         yield word
         if index + 1 < tokens:
-            past = _remember(past, hidden_CD[-1:], np.asarray([word], np.int32))
+            past = _remember(past, hidden_1D, np.asarray([word], np.int32))
             hidden_CD = states.send(word)
 
 
@@ -77,7 +73,7 @@ def make_continuer(
     top_p: float = 1.0,
     cache: bool = False,
 ) -> Callable[[np.ndarray, int], np.ndarray]:
-    """A compiled `go_on(prompts_BP, seed) -> made_BN`: N = `tokens` words a prompt.
+    """A compiled `go_on(prompts_BP, seed) -> made_BN`: N = `tokens` words per prompt.
 
     Prompts of one length are continued side by side, each a text of its own, with the
     settings of `generate`. One loop on the device makes all the words; it reads the
@@ -112,6 +108,39 @@ def make_continuer(
         return np.asarray(loop(run.params, text_BS, keys))
 
     return go_on
+
+
+class _ById:
+    """A model as the key of a cache; its functions and options have no hash."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def __hash__(self):
+        return id(self.model)
+
+    def __eq__(self, other):
+        return self.model is other.model
+
+
+class _Programs(NamedTuple):
+    """Compiled functions of a model: its states, and a word drawn from them."""
+
+    hidden: Callable[..., Any]
+    next_word: Callable[..., jax.Array]
+
+
+@functools.lru_cache(maxsize=8)
+def _programs(by_id, temperature, top_k, top_p, cache):
+    """Compiled once per model and settings; texts of equal length share a program."""
+    model = by_id.model
+    draw = _drawer(model, temperature, top_k, top_p, cache)
+
+    @jax.jit
+    def next_word(params, hidden_1D, past, key):
+        return draw(params, hidden_1D, _memory(past), key)[0]
+
+    return _Programs(jax.jit(model.hidden), next_word)
 
 
 class _Past(NamedTuple):
@@ -170,24 +199,22 @@ def truncated(log_p_V: jax.Array, top_k: int, top_p: float) -> jax.Array:
     ordered_V = jnp.sort(log_p_V, descending=True)
     before_V = jnp.cumsum(jnp.exp(ordered_V)) - jnp.exp(ordered_V)
     # The word that crosses the mass still belongs to the set.
-    kept = jnp.sum(before_V < top_p) if top_p < 1 else log_p_V.shape[0]
-    kept = jnp.minimum(kept, top_k) if top_k else jnp.maximum(kept, 1)
-    return jnp.where(log_p_V >= ordered_V[kept - 1], log_p_V, -jnp.inf)
+    count = jnp.sum(before_V < top_p) if top_p < 1 else log_p_V.shape[0]
+    count = jnp.minimum(count, top_k) if top_k else jnp.maximum(count, 1)
+    return jnp.where(log_p_V >= ordered_V[count - 1], log_p_V, -jnp.inf)
 
 
-def _recurrent(run, prompt, tokens):
+def _recurrent(run, hidden, prompt, tokens):
     """Hidden states of what is new, from a carry: the prompt, then word by word."""
     del tokens
-    hidden = jax.jit(run.model.hidden)
     carry, ids = run.model.initial_carry(1), prompt
     while True:
         hidden_BSD, carry = hidden(run.params, _batch(ids), carry)
         ids = np.asarray([(yield hidden_BSD[0])], np.int32)
 
 
-def _whole(run, prompt, tokens):
+def _whole(run, hidden, prompt, tokens):
     """The same of a model without a carry, which reads the text so far again."""
-    hidden = jax.jit(run.model.hidden)
     text, start, end = np.zeros(len(prompt) + tokens, np.int32), 0, len(prompt)
     text[:end] = prompt
     while True:

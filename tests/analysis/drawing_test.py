@@ -6,9 +6,8 @@ import matplotlib.figure
 import numpy as np
 import pytest
 
-from softbottle.analysis import captured, curves, drawing, report
-from softbottle.analysis.instruments import saturation, scaling
-from softbottle.analysis.sources import texts
+from softbottle.analysis import capture, curves, drawing, inspection, report
+from softbottle.analysis.instruments import scaling, turns
 
 HOSTILE = r"a$b$ $\frac$"
 # Matplotlib writes "\$" as a dollar.
@@ -52,7 +51,7 @@ def make_capture():
     random = np.random.default_rng(0)
     states = [random.normal(size=(24, 5)).astype(np.float32) for _ in range(3)]
     ids = random.integers(0, 17, 25)
-    return captured.Capture(
+    return capture.of_softmax(
         HOSTILE,
         random.normal(size=(17, 5)).astype(np.float32),
         None,
@@ -65,14 +64,14 @@ def make_capture():
 
 def run_section():
     steps = np.arange(0.0, 12.0)
-    found = saturation.Curves(*np.abs(np.stack([steps, *3 * [np.cos(steps)]])))
-    return saturation.run_section({HOSTILE: found})
+    found = turns.Curves(*np.abs(np.stack([steps, *3 * [np.cos(steps)]])))
+    return turns.section({HOSTILE: found})
 
 
 SECTIONS = {
     "curves": lambda path: [curves.section({HOSTILE: make_lines([9.0, 4.0])})],
-    "captured": lambda path: captured.sections(make_capture(), captured.QUICK),
-    "texts": lambda path: [texts.section([path], vocab=9)],
+    "captured": lambda path: inspection.of_pretrained(make_capture()),
+    "texts": lambda path: inspection.of_texts([path], vocab=9),
     "training": lambda path: [run_section()],
     "scaling": lambda path: [
         scaling.of_models(

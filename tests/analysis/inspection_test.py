@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from softbottle import config
-from softbottle.analysis import inspection
+from softbottle.analysis import capture, inspection
 from softbottle.analysis.instruments import lowrank, scaling
 from softbottle.training import metrics
 from tests import commands, tiny
@@ -38,7 +38,7 @@ def workdirs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def sections(workdirs):
-    return inspection.of_runs(workdirs, inspection.QUICK, positions=200)
+    return inspection.of_runs(workdirs, positions=200)
 
 
 def by_title(sections):
@@ -47,7 +47,7 @@ def by_title(sections):
 
 def test_every_instrument_has_its_section_and_its_picture(sections):
     # These runs have neither a series of checkpoints nor attention.
-    assert len(sections) == len(inspection.QUICK) - 2
+    assert len(sections) == len(inspection.RUNS) - 2
     assert all(section.figures and section.reading for section in sections)
 
 
@@ -68,13 +68,31 @@ def test_runs_of_one_text_share_its_line(sections):
     assert name == "text of mos, softmax"
 
 
-def test_heads_without_one_linear_ranking_have_no_argmax_section(workdirs):
-    assert inspection.of_runs(workdirs[:1], ["argmax"], positions=50) == []
+def test_an_instrument_that_was_asked_for_says_why_it_is_skipped(workdirs):
+    (section,) = inspection.of_runs(workdirs[:1], ["argmax"], positions=50)
+    assert section.title == "argmax" and not section.figures
+    assert section.reading.startswith("skipped: mos: there is no single linear map")
+    assert section.numbers["skipped"]["mos"] in section.reading
+
+
+def test_a_run_that_is_left_out_of_a_section_is_named(workdirs):
+    top, skipped = inspection.of_runs(workdirs, ["argmax"], positions=50)
+    assert list(top.numbers["words"]) == ["softmax"]
+    assert list(skipped.numbers["skipped"]) == ["mos"]
+
+
+def test_every_field_that_an_instrument_needs_has_its_reason():
+    bare = capture.Capture("nothing")
+    names = list(inspection.INSTRUMENTS)
+    assert inspection.sections([bare], names) == []
+    skipped = inspection.sections([bare], names, asked=names)
+    assert [section.title for section in skipped] == names
+    assert all(section.reading.startswith("skipped: ") for section in skipped)
 
 
 def test_heads_of_limited_rank_are_trained_on_request(workdirs, monkeypatch):
     quick = functools.partial(lowrank.train, steps=5)
-    monkeypatch.setattr(inspection.lowrank, "train", quick)
+    monkeypatch.setattr(lowrank, "train", quick)
     (section,) = inspection.of_runs(workdirs[1:], ["lowrank"], positions=200)
     assert list(section.numbers["softmax"]["ranks_R"]) == [1, 2, 3]
 

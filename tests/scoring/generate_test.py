@@ -4,6 +4,7 @@ import pytest
 
 from softbottle import config as configs
 from softbottle.data.vocab import Vocab
+from softbottle.scoring import generate as generating
 from softbottle.scoring.generate import generate, truncated
 from softbottle.training import evaluate, state
 from tests import tiny
@@ -118,6 +119,33 @@ def test_words_follow_from_all_the_text_before_them(backbone):
     log_p_TV, _ = scored
     assert words == list(log_p_TV[len(prompt) - 1 :].argmax(axis=1))
     assert len(set(words)) > 1
+
+
+@pytest.mark.parametrize("backbone", ["awd_lstm", "transformer"])
+def test_prompts_of_equal_length_are_compiled_for_once(backbone, monkeypatch):
+    config = tiny.make_softmax(backbone, 4, model__attention_heads=2)
+    run, drawn = tiny.make_run(config, WORDS, seed=2, scale=2.0), []
+    monkeypatch.setattr(
+        generating, "truncated", lambda *args, **cuts: count(drawn, *args, **cuts)
+    )
+    first = list(generate(run, [3, 1, 4], 5, top_k=2))
+    assert len(drawn) == 1
+    hidden = generating._programs(
+        generating._ById(run.model), 1.0, 2, 1.0, False
+    ).hidden
+    sizes = hidden._cache_size()
+    second = list(generate(run, [2, 7, 1], 5, top_k=2))
+    assert len(drawn) == 1 and hidden._cache_size() == sizes
+    assert first == list(generate(run, [3, 1, 4], 5, top_k=2)) != second
+    # Another length is another shape.
+    list(generate(run, [3, 1], 5, top_k=2))
+    assert len(drawn) == 2
+
+
+def count(calls, log_p_V, top_k, top_p):
+    """`truncated`, with one entry per trace."""
+    calls.append(log_p_V)
+    return truncated(log_p_V, top_k, top_p)
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,8 @@ A set S of m words is on top if some h gives all of S larger logits than all oth
     max r   s.t.   z_s >= t + r  for s in S,   z_v <= t - r  for v outside,
 
 and "how large may S be?" is asked of random sets (Basri and Jacobs, 2026).
+
+Axes: U words that are looked at, X unknowns of a programme, N sizes of sets.
 """
 
 from collections.abc import Sequence
@@ -32,7 +34,8 @@ import numpy as np
 from scipy import optimize, stats
 
 from softbottle.analysis import drawing, report
-from softbottle.analysis.sources import arrays as arrays_lib
+from softbottle.analysis.capture import Capture, real
+from softbottle.analysis.settings import Settings
 
 BOX = 100.0
 MARGIN = 1e-8
@@ -186,7 +189,9 @@ def section(reaches: dict[str, Reach], sets: dict[str, TopSets]) -> report.Secti
         "Dashed: what is proved for a random table of the same shape, at least. "
         "Dotted: half the width; past it no table whatever has every set."
     )
-    lost = {name: found.words_V[~found.reachable_V] for name, found in reaches.items()}
+    lost = {
+        name: reached.words_V[~reached.reachable_V] for name, reached in reaches.items()
+    }
     counts = "; ".join(
         f"{name}: {len(words):,} of {len(reaches[name].words_V):,} that were tried"
         for name, words in lost.items()
@@ -204,21 +209,34 @@ def section(reaches: dict[str, Reach], sets: dict[str, TopSets]) -> report.Secti
         }
         for name, words in lost.items()
     }
-    top = {name: found._asdict() for name, found in sets.items()}
     return report.Section(
         "What can be on top",
         reading,
         [report.Figure("argmax-top-sets", figure, caption)],
-        {"words": numbers, "sets": top},
+        {
+            "words": numbers,
+            "sets": {name: top._asdict() for name, top in sets.items()},
+        },
     )
 
 
+def inspect(captures: Sequence[Capture], settings: Settings) -> report.Section:
+    """The section on some captures, of the words and sets that their sources name."""
+    del settings
+    reaches, sets = {}, {}
+    for capture in captures:
+        table, trials = (capture.table_VE, capture.bias_V), capture.trials
+        reaches[capture.name] = reach(*table, trials.words)
+        sets[capture.name] = top_sets(*table, sizes=trials.sizes, trials=trials.sets)
+    return section(reaches, sets)
+
+
 def _checked(table_VE, bias_V):
-    table_VE = arrays_lib.real("the table", table_VE)
+    table_VE = real("the table", table_VE)
     if table_VE.ndim != 2 or len(table_VE) < 2:
         raise ValueError(f"the table must be [V > 1, E], got shape {table_VE.shape}.")
     bias_V = np.zeros(len(table_VE)) if bias_V is None else bias_V
-    bias_V = arrays_lib.real("the bias", bias_V)
+    bias_V = real("the bias", bias_V)
     if bias_V.shape != table_VE.shape[:1]:
         raise ValueError(
             f"a table of shape {table_VE.shape} has no bias of shape {bias_V.shape}."

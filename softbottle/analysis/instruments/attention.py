@@ -22,6 +22,8 @@ literature bounds the entries of J, not its norm. Two probability vectors are at
 sqrt 2 apart, so
 
     g(T, eps) = ||alpha(l + eps v) - alpha(l)|| / eps  <=  min(1 / 2T, sqrt 2 / eps).
+
+Axes: R rows (a head, a query), L tokens, N numbers that are tried.
 """
 
 from collections.abc import Sequence
@@ -31,7 +33,9 @@ import numpy as np
 from scipy import stats
 
 from softbottle.analysis import drawing, report
+from softbottle.analysis.capture import Capture
 from softbottle.analysis.instruments import normalisers
+from softbottle.analysis.settings import Settings
 
 COUNTS = (1, 2, 5, 10, 20, 50, 100)  # numbers of tokens that may be selected
 LEVEL = 0.01  # of the test that calls two samples of distances different
@@ -111,7 +115,7 @@ def selection(weights_RL: np.ndarray, values_LD: np.ndarray, count: int) -> Sele
     """Measure what the `count` largest weights of each row select.
 
     Args:
-        weights_RL: distributions over the same L tokens, one a row (a head, a query).
+        weights_RL: distributions over the same L tokens, one per row (a head, a query).
         values_LD: the tokens' vectors.
         count: N, below L.
 
@@ -249,28 +253,28 @@ def survey(logits_RL: np.ndarray, values_LD: np.ndarray) -> Limits:
     return limits(logits_RL, values_LD, counts, np.geomspace(0.01, 10, 13))
 
 
-def section(found: Limits) -> report.Section:
+def section(limits: Limits) -> report.Section:
     """The limits of each normaliser in four pictures."""
     figure = drawing.Figure(figsize=(9, 7), layout="constrained")
     distance, inside, length, gradient = figure.subplots(2, 2).ravel()
-    for name, some in found.selections.items():
-        _draw_selections(distance, inside, name, found.counts_N, some)
-        length.loglog(found.lengths_N, found.largest_N[name], label=name)
+    for name, selections in limits.selections.items():
+        _draw_selections(distance, inside, name, limits.counts_N, selections)
+        length.loglog(limits.lengths_N, limits.largest_N[name], label=name)
     lower, upper = (
-        [getattr(one, field).mean() for one in found.selections["softmax"]]
+        [getattr(selection, field).mean() for selection in limits.selections["softmax"]]
         for field in ("inside_lower_R", "inside_upper_R")
     )
-    inside.fill_between(found.counts_N, lower, upper, color="grey", alpha=0.15)
-    length.loglog(found.lengths_N, found.law_N2[:, 1].clip(max=1), "k:")
-    length.loglog(found.lengths_N, 1 / found.lengths_N, "k-", linewidth=0.8)
-    t_N = found.temperatures_N
-    gradient.loglog(t_N, found.sensitivity_N, marker="o", label="measured, largest")
+    inside.fill_between(limits.counts_N, lower, upper, color="grey", alpha=0.15)
+    length.loglog(limits.lengths_N, limits.law_N2[:, 1].clip(max=1), "k:")
+    length.loglog(limits.lengths_N, 1 / limits.lengths_N, "k-", linewidth=0.8)
+    t_N = limits.temperatures_N
+    gradient.loglog(t_N, limits.sensitivity_N, marker="o", label="measured, largest")
     gradient.loglog(t_N, 1 / (2 * t_N), "k-", label="1/(2T), the bound")
     gradient.loglog(t_N, 1 / (4 * t_N), "k:", label="1/(4T), as printed")
     distance.set(xlabel="selected tokens", ylabel="distance", xscale="log")
     inside.set(xlabel="selected tokens", ylabel="share within reach", xscale="log")
     length.set(xlabel="tokens", ylabel="largest weight")
-    shown_N = found.lengths_N[[0, len(found.lengths_N) // 2, -1]]
+    shown_N = limits.lengths_N[[0, len(limits.lengths_N) // 2, -1]]
     length.set_xticks(shown_N, [f"{count:,}" for count in shown_N])
     length.tick_params(which="minor", labelbottom=False)
     gradient.set(xlabel="temperature", ylabel="change of weights by logit")
@@ -278,26 +282,34 @@ def section(found: Limits) -> report.Section:
         axes.legend(fontsize="small")
     firsts = "; ".join(
         f"{name}: {'none of those tried' if count is None else count}"
-        for name, count in found.critical.items()
+        for name, count in limits.critical.items()
     )
     reading = (
         "Attention can single out only so many tokens. Number of tokens from which "
         f"picking the largest weights looks like picking blindly: {firsts}."
     )
     figures = [report.Figure("attention-limits", figure, _CAPTION)]
-    numbers = found._asdict()
+    numbers = limits._asdict()
     numbers["selections"] = {
-        name: [one._asdict() for one in some] for name, some in found.selections.items()
+        name: [selection._asdict() for selection in selections]
+        for name, selections in limits.selections.items()
     }
     return report.Section("Limits of attention", reading, figures, numbers)
 
 
+def inspect(captures: Sequence[Capture], settings: Settings) -> report.Section:
+    """The section on an attention layer's own arrays, of which a file has one set."""
+    del settings
+    (capture,) = captures
+    return section(survey(*capture.attention_rows))
+
+
 def _draw_selections(distance, inside, name, counts_N, some):
     (line,) = distance.plot(counts_N, [x.distance_R.mean() for x in some], label=name)
-    colour = line.get_color()
-    distance.plot(counts_N, [x.bound_R.mean() for x in some], "--", color=colour)
-    inside.plot(counts_N, [x.inside_R.mean() for x in some], color=colour, label=name)
-    inside.plot(counts_N, [x.uneven_R.mean() for x in some], ":", color=colour)
+    color = line.get_color()
+    distance.plot(counts_N, [x.bound_R.mean() for x in some], "--", color=color)
+    inside.plot(counts_N, [x.inside_R.mean() for x in some], color=color, label=name)
+    inside.plot(counts_N, [x.uneven_R.mean() for x in some], ":", color=color)
 
 
 def _away(weights_RL, values_LD, order_RL, count):

@@ -1,9 +1,9 @@
 """What each head of each layer selects, in a model that reads a text.
 
 The measures of `attention` on captured logits. A stretch of L tokens gives one row of
-weights alpha a head: those of its last position, which sees all L. The tokens' vectors
-are the states that enter the layer, scaled to length 1, the sphere of the theorem on
-separability; stretches of text give further rows. Beside them stands
+weights alpha per head: those of its last position, which sees all L. The tokens'
+vectors are the states that enter the layer, scaled to length 1, the sphere of the
+theorem on separability; stretches of text give further rows. Beside them stands
 
     spread = exp(-sum_i alpha_i log alpha_i) / L,
 
@@ -11,6 +11,8 @@ the share of the tokens that a head would read if it read some of them equally. 
 other normalisers would make of the same logits, which were trained for softmax, is told
 as a mean over all heads, and in full (`attention.limits`) for the heads of the middle
 layer on the first stretch.
+
+Axes: L layers, W stretches, H heads, S tokens of a stretch, N = W S.
 """
 
 from collections.abc import Sequence
@@ -21,7 +23,9 @@ import numpy as np
 from scipy import special, stats
 
 from softbottle.analysis import drawing, report
+from softbottle.analysis.capture import Capture
 from softbottle.analysis.instruments import attention, normalisers
+from softbottle.analysis.settings import Settings
 
 SELECTED = 5  # tokens that `inside` and `tightness` are about
 _COMPARED = {
@@ -77,14 +81,14 @@ def measure(
     """
     logits_LWHS = normalisers.finite("logits", logits_LWHS)
     layers, stretches, _, length = logits_LWHS.shape
-    rows = {len(one) for one in states}
+    rows = {len(layer_ND) for layer_ND in states}
     if len(states) != layers or rows != {stretches * length} or length <= SELECTED:
         raise ValueError(
             f"logits {logits_LWHS.shape} [layers, stretches, heads, tokens > "
             f"{SELECTED}] need as many layers of states, with a row a token; got "
-            f"{[one.shape for one in states]}."
+            f"{[layer_ND.shape for layer_ND in states]}."
         )
-    values = [_unit(one).reshape(stretches, length, -1) for one in states]
+    values = [_unit(layer_ND).reshape(stretches, length, -1) for layer_ND in states]
     maps = {
         name: _maps(apply(logits_LWHS), values)
         for name, apply in normalisers.ALL.items()
@@ -104,23 +108,23 @@ def measure(
         softmax["spread"],
         np.array(critical),
         {
-            name: {key: float(one[key].mean()) for key in _COMPARED}
-            for name, one in maps.items()
+            name: {key: float(measured[key].mean()) for key in _COMPARED}
+            for name, measured in maps.items()
         },
         attention.survey(logits_LWHS[layers // 2, 0], values[layers // 2][0]),
     )
 
 
-def section(found: dict[str, Heads]) -> report.Section:
+def section(models: dict[str, Heads]) -> report.Section:
     """Models side by side: a map of layers and heads each, and critical numbers."""
-    figure = drawing.Figure(figsize=(11, 3.8 * len(found)), layout="constrained")
-    for row, (name, one) in zip(
-        figure.subplots(len(found), 3, squeeze=False), found.items(), strict=True
+    figure = drawing.Figure(figsize=(11, 3.8 * len(models)), layout="constrained")
+    for row, (name, heads) in zip(
+        figure.subplots(len(models), 3, squeeze=False), models.items(), strict=True
     ):
         for axes, title, values_LH in (
-            (row[0], _COMPARED["spread"], one.spread_LH),
-            (row[1], _COMPARED["inside"], one.inside_LH),
-            (row[2], _COMPARED["largest"], one.largest_LH),
+            (row[0], _COMPARED["spread"], heads.spread_LH),
+            (row[1], _COMPARED["inside"], heads.inside_LH),
+            (row[2], _COMPARED["largest"], heads.largest_LH),
         ):
             # White at 0: at night the page turns it round, and 0 is dark.
             image = axes.imshow(
@@ -132,12 +136,12 @@ def section(found: dict[str, Heads]) -> report.Section:
         row[0].set_ylabel(f"{name}\nhead")
         figure.colorbar(image, ax=row)
     lines = [
-        f"{name}: over {one.length} tokens a head reads like one that spreads evenly "
-        f"over {np.median(one.spread_LH):.1%} of them (median), its largest weight is "
-        f"{np.median(one.largest_LH):.2f}, and of its {SELECTED} largest tokens "
-        f"{np.median(one.inside_LH):.0%} stay nearer to their sum than any other; "
-        f"picking the largest looks like picking blindly {_firsts(one)}."
-        for name, one in found.items()
+        f"{name}: over {heads.length} tokens a head reads like one that spreads evenly "
+        f"over {np.median(heads.spread_LH):.1%} of them (median), its largest weight "
+        f"is {np.median(heads.largest_LH):.2f}, and of its {SELECTED} largest tokens "
+        f"{np.median(heads.inside_LH):.0%} stay nearer to their sum than any other; "
+        f"picking the largest looks like picking blindly {_firsts(heads)}."
+        for name, heads in models.items()
     ]
     reading = (
         "Left: the share of the tokens that a head reads. Middle: how well those with "
@@ -146,10 +150,10 @@ def section(found: dict[str, Heads]) -> report.Section:
         "of the tokens."
     )
     figures = [report.Figure("attention-heads", figure, reading)]
-    figures.append(_draw_normalisers(found))
-    numbers = {name: one._asdict() for name, one in found.items()}
-    for place, (name, one) in enumerate(found.items()):
-        inner = attention.section(one.limits)
+    figures.append(_draw_normalisers(models))
+    numbers = {name: heads._asdict() for name, heads in models.items()}
+    for place, (name, heads) in enumerate(models.items()):
+        inner = attention.section(heads.limits)
         numbers[name]["limits"] = inner.numbers
         (figure,) = inner.figures
         reading = f"{name}, heads of the middle layer on one stretch. {figure.reading}"
@@ -157,21 +161,32 @@ def section(found: dict[str, Heads]) -> report.Section:
     return report.Section("Attention by layer", " ".join(lines), figures, numbers)
 
 
-def _draw_normalisers(found):
+def inspect(captures: Sequence[Capture], settings: Settings) -> report.Section:
+    """The section on the attention of some captures."""
+    del settings
+    return section({capture.name: _of_capture(capture) for capture in captures})
+
+
+def _of_capture(capture):
+    entering = capture.states[: len(capture.logits_LWHS)]
+    return measure(capture.logits_LWHS, entering)
+
+
+def _draw_normalisers(models):
     figure = drawing.Figure(figsize=(9, 3.2), layout="constrained")
-    width = 0.8 / len(found)
+    width = 0.8 / len(models)
     for axes, key in zip(figure.subplots(1, len(_COMPARED)), _COMPARED, strict=True):
-        for index, (name, one) in enumerate(found.items()):
-            heights = [measured[key] for measured in one.normalised.values()]
-            at = np.arange(len(heights)) + width * (index - (len(found) - 1) / 2)
+        for index, (name, heads) in enumerate(models.items()):
+            heights = [measured[key] for measured in heads.normalised.values()]
+            at = np.arange(len(heights)) + width * (index - (len(models) - 1) / 2)
             axes.bar(at, heights, width, label=name)
         axes.set_xticks(range(len(heights)), normalisers.ALL, rotation=20, ha="right")
         axes.set(title=_COMPARED[key], ylim=(0, 1))
         if key == "spread":
             # From one token to all of them.
-            longest = max(one.length for one in found.values())
+            longest = max(heads.length for heads in models.values())
             axes.set(yscale="log", ylim=(0.5 / longest, 1))
-    if len(found) > 1:
+    if len(models) > 1:
         axes.legend(fontsize="small")
     reading = (
         "The same logits under other normalisers, mean over all heads. They were "
@@ -189,8 +204,8 @@ def _maps(weights_LWHS, values):
             attention.selection(*pair, SELECTED)
             for pair in zip(weights_WHS, values_WSD, strict=True)
         ]
-        inside.append(np.mean([one.inside_R for one in picked], axis=0))
-        ratios = [one.distance_R / one.bound_R for one in picked]
+        inside.append(np.mean([selection.inside_R for selection in picked], axis=0))
+        ratios = [selection.distance_R / selection.bound_R for selection in picked]
         tightness.append(np.mean(ratios, axis=0))
     entropy_LWH = special.entr(weights_LWHS).sum(axis=-1)
     return {
@@ -211,10 +226,10 @@ def _critical(pairs, length, seed):
     return 0
 
 
-def _firsts(one):
-    some = one.critical_L[one.critical_L > 0]
+def _firsts(heads):
+    some = heads.critical_L[heads.critical_L > 0]
     if not len(some):
-        most = max(count for count in attention.COUNTS if count < one.length)
+        most = max(count for count in attention.COUNTS if count < heads.length)
         return f"in no layer, up to {most} tokens"
     return f"from {int(np.median(some)):,} tokens on in {len(some)} layers (median)"
 

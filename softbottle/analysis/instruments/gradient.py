@@ -22,10 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from softbottle.analysis import drawing, report
-from softbottle.analysis.sources import arrays as arrays_lib
+from softbottle.analysis.capture import Capture, bias_or_zeros, real
+from softbottle.analysis.settings import Settings
 from softbottle.ops.mixture.activations import SOFTMAX, Activation
-from softbottle.training import evaluate
-from softbottle.training.state import Run
 
 CHUNK = 64  # tokens whose [K, V] gradients are held at a time
 
@@ -83,9 +82,9 @@ def measure(
         ValueError: if the shapes do not fit, an entry is not finite, a label is not a
             word, or a rank is not in [1, width].
     """
-    given = {"prior": log_prior_TK, "contexts": context_TKE}
-    given |= {"table": table_VE, "bias": bias_V}
-    arrays = [arrays_lib.real(name, one, None) for name, one in given.items()]
+    named = {"prior": log_prior_TK, "contexts": context_TKE}
+    named |= {"table": table_VE, "bias": bias_V}
+    arrays = [real(name, array, None) for name, array in named.items()]
     labels_T = np.asarray(labels_T)
     _check(*arrays, labels_T)
     basis_VE = column_space(arrays[2])
@@ -127,31 +126,28 @@ def column_space(table_VE: np.ndarray) -> np.ndarray:
     return left_VE[:, sigma > scale * sigma[0]]
 
 
-def of_run(
-    run: Run, ids: np.ndarray, positions: int = 1024, ranks: Sequence[int] = ()
-) -> Gradient:
-    """The measure along the start of a text."""
-    how = run.config.data.eval_rows, run.config.data.eval_length
-    parts = list(evaluate.states(run.model, run.params, ids[: positions + 1], *how))
-    hidden_TD, _, labels_T = (np.concatenate(part) for part in zip(*parts, strict=True))
-    params, table_VE, bias_V = run.model.output(run.params)
-    words = run.model.options["vocab"]
-    mixture = run.model.head.mix(params, jnp.asarray(hidden_TD))
-    activation = run.model.head.activation(params)
-    table = table_VE[:words], bias_V[:words]
-    return measure(*mixture, *table, labels_T, activation, ranks)
+def inspect(captures: Sequence[Capture], settings: Settings) -> report.Section:
+    """The section on the start of some captures' texts."""
+    del settings
+    return section({capture.name: _of_capture(capture) for capture in captures})
 
 
-def section(found: dict[str, Gradient]) -> report.Section:
+def _of_capture(capture):
+    log_prior_TK, context_TKE, labels_T, activation, ranks = capture.mixed
+    table = capture.table_VE, bias_or_zeros(capture)
+    return measure(log_prior_TK, context_TKE, *table, labels_T, activation, ranks)
+
+
+def section(heads: dict[str, Gradient]) -> report.Section:
     """Heads side by side: what they keep, beside chance, against their width."""
     figure = drawing.Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    for name, one in found.items():
-        (line,) = axes.plot(one.width, one.kept, "o", label=name)
-        colour = line.get_color()
-        axes.plot(one.width, one.chance, "_", color=colour, markersize=14)
-        if one.by_rank:
-            axes.plot(*zip(*sorted(one.by_rank.items()), strict=True), color=colour)
+    for name, head in heads.items():
+        (line,) = axes.plot(head.width, head.kept, "o", label=name)
+        color = line.get_color()
+        axes.plot(head.width, head.chance, "_", color=color, markersize=14)
+        if head.by_rank:
+            axes.plot(*zip(*sorted(head.by_rank.items()), strict=True), color=color)
     axes.set(xlabel="width of the head", ylabel="norm kept", ylim=(0, 1), xscale="log")
     axes.legend()
     reading = (
@@ -159,13 +155,13 @@ def section(found: dict[str, Gradient]) -> report.Section:
         "chance would keep; lines: by the head's leading directions alone."
     )
     lines = [
-        f"{name}: {one.kept:.1%} of the norm of the logits' gradient reaches the trunk "
-        f"through {one.width:,} of {one.vocab:,} dimensions (chance {one.chance:.1%}); "
-        f"the part left out has {one.suppressed:.1%} of the norm."
-        for name, one in found.items()
+        f"{name}: {head.kept:.1%} of the norm of the logits' gradient reaches the "
+        f"trunk through {head.width:,} of {head.vocab:,} dimensions (chance "
+        f"{head.chance:.1%}); the part left out has {head.suppressed:.1%} of the norm."
+        for name, head in heads.items()
     ]
     numbers = {
-        name: one._asdict() | {"chance": one.chance} for name, one in found.items()
+        name: head._asdict() | {"chance": head.chance} for name, head in heads.items()
     }
     figures = [report.Figure("gradient-kept", figure, reading)]
     return report.Section("Gradient", " ".join(lines), figures, numbers)

@@ -16,6 +16,8 @@ rank r that is nearest to W in the logits of the states H,
     min ||H (W - A B)'||_F   at   B' = L^-T U_r,  A = W L U_r,   H'H = L L',
 
 U_r being the first r left singular vectors of L' W' (Eckart and Young).
+
+Axes: N states, S of them trained on, U unseen (in `inspect`: words), R ranks.
 """
 
 from collections.abc import Sequence
@@ -28,7 +30,8 @@ import optax
 
 from softbottle import heads
 from softbottle.analysis import drawing, report
-from softbottle.analysis.sources import arrays as arrays_lib
+from softbottle.analysis.capture import Capture, bias_or_zeros, powers, real
+from softbottle.analysis.settings import Settings
 
 NEAR = 0.02  # nats: losses this close to the best are called as good
 
@@ -80,7 +83,7 @@ def train(
         ranks: from 1 to D.
         table_VE: the model's own table, for its W-error.
         steps: Adam steps for each rank, with a cosine fall.
-        batch: states of a step.
+        batch: states per step.
         learning_rate: its peak.
         seed: of the start and of the batches.
 
@@ -127,7 +130,7 @@ def cut(
         ranks: from 1 to D.
         own: the model's own head; its rows are the words there are.
         steps: Adam steps for each rank, with a cosine fall.
-        batch: states of a step.
+        batch: states per step.
         learning_rate: its peak.
         seed: of the batches.
 
@@ -153,9 +156,9 @@ def cut(
     starts = (_cut(root_DD, basis_DD[:, :rank], own, split.scale) for rank in ranks)
     losses_R2 = np.array([_mean_losses(fit, start, split) for start in starts])
     before_R, after_R = losses_R2.T
-    found = np.array(ranks), after_R, _w_error(own.table_VD, ranks)
+    columns = np.array(ranks), after_R, _w_error(own.table_VD, ranks)
     own_loss = _mean_loss(whole, split.unseen_UD, split.follow_U)
-    return LowRank(*found, _knee(ranks, after_R), before_R, float(own_loss))
+    return LowRank(*columns, _knee(ranks, after_R), before_R, float(own_loss))
 
 
 class _Split(NamedTuple):
@@ -179,7 +182,9 @@ def _split(hidden_ND, labels_N):
 
 def _leading(hidden_SD, table_VD):
     """L of H'H / S = L L', and the left singular vectors of L'W', the largest first."""
-    hidden_SD, table_VD = (np.asarray(one, np.float64) for one in (hidden_SD, table_VD))
+    hidden_SD, table_VD = (
+        np.asarray(array, np.float64) for array in (hidden_SD, table_VD)
+    )
     moment_DD = hidden_SD.T @ hidden_SD / len(hidden_SD)
     # A trace of the identity, since states may leave directions empty.
     moment_DD += 1e-6 * np.trace(moment_DD) / len(moment_DD) * np.eye(len(moment_DD))
@@ -193,10 +198,12 @@ def _cut(root_DD, basis_DR, own, scale):
     project_DR = np.linalg.solve(root_DD.T, basis_DR)
     table_VR = own.table_VD @ (root_DD @ basis_DR) * scale
     # A and B alike in size, so that one learning rate fits both.
-    sizes = [np.sqrt(np.mean(one**2, axis=0)) for one in (table_VR, project_DR)]
+    sizes = [np.sqrt(np.mean(factor**2, axis=0)) for factor in (table_VR, project_DR)]
     even_R = np.sqrt(np.maximum(sizes[0], 1e-30) / sizes[1])
-    given = (project_DR * even_R[None], table_VR / even_R[None], own.bias_V)
-    project_DR, table_VR, bias_V = (jnp.asarray(one, jnp.float32) for one in given)
+    balanced = (project_DR * even_R[None], table_VR / even_R[None], own.bias_V)
+    project_DR, table_VR, bias_V = (
+        jnp.asarray(array, jnp.float32) for array in balanced
+    )
     return {"project_DE": project_DR}, table_VR, bias_V
 
 
@@ -204,7 +211,7 @@ def _mean_losses(fit, start, split):
     """On unseen states, before and after training from `start`."""
     unseen = split.unseen_UD, split.follow_U
     trained = fit(start, split.hidden_SD, split.labels_S)
-    return tuple(float(_mean_loss(one, *unseen)) for one in (start, trained))
+    return tuple(float(_mean_loss(output, *unseen)) for output in (start, trained))
 
 
 def _log_probs(output, hidden_BD):
@@ -219,24 +226,26 @@ def _knee(ranks, losses):
     return ranks[int(np.argmax(loss_R <= loss_R.min() + NEAR))]
 
 
-def section(found: dict[str, LowRank]) -> report.Section:
+def section(models: dict[str, LowRank]) -> report.Section:
     """Models side by side: loss against rank, and against W-error."""
     figure = drawing.Figure(figsize=(10, 4), layout="constrained")
     by_rank, by_error = figure.subplots(1, 2)
     lines = []
-    for name, one in found.items():
-        (line,) = by_rank.plot(one.ranks_R, one.loss_R, marker="o", label=name)
-        by_error.plot(one.w_error_R, one.loss_R, marker="o", label=name)
-        said = (
-            f"{name}: a head of rank {one.knee:,} is as good as any here, "
-            f"{one.loss_R.min():.3f} nats on states it has not seen"
+    for name, curve in models.items():
+        (line,) = by_rank.plot(curve.ranks_R, curve.loss_R, marker="o", label=name)
+        by_error.plot(curve.w_error_R, curve.loss_R, marker="o", label=name)
+        sentence = (
+            f"{name}: a head of rank {curve.knee:,} is as good as any here, "
+            f"{curve.loss_R.min():.3f} nats on states it has not seen"
         )
-        if one.cut_R is not None:
-            colour = line.get_color()
-            by_rank.plot(one.ranks_R, one.cut_R, ":", color=colour, label="untrained")
-            by_rank.axhline(one.own, color=colour, lw=1, label="the model's own head")
-            said += f" (the model's own head, over the same words: {one.own:.3f})"
-        lines.append(said + ".")
+        if curve.cut_R is not None:
+            color = line.get_color()
+            by_rank.plot(
+                curve.ranks_R, curve.cut_R, ":", color=color, label="untrained"
+            )
+            by_rank.axhline(curve.own, color=color, lw=1, label="the model's own head")
+            sentence += f" (the model's own head, over the same words: {curve.own:.3f})"
+        lines.append(sentence + ".")
     by_rank.set(xlabel="rank of the head", ylabel="loss (nats)", xscale="log")
     by_error.set(xlabel="W-error of the model's own table", ylabel="loss (nats)")
     by_rank.legend()
@@ -246,8 +255,26 @@ def section(found: dict[str, LowRank]) -> report.Section:
         "more of them would help, only a wider model can tell."
     )
     figures = [report.Figure("lowrank-loss", figure, reading)]
-    numbers = {name: one._asdict() for name, one in found.items()}
+    numbers = {name: curve._asdict() for name, curve in models.items()}
     return report.Section("Heads of limited rank", " ".join(lines), figures, numbers)
+
+
+def inspect(captures: Sequence[Capture], settings: Settings) -> report.Section:
+    """The section on heads of every power of two up to the width of the states."""
+    del settings
+    return section({capture.name: _of_capture(capture) for capture in captures})
+
+
+def _of_capture(capture):
+    """From the model's own softmax over the words that occur; else from scratch."""
+    hidden_ND, labels_N = capture.frozen
+    ranks = powers(hidden_ND.shape[1])
+    if capture.readout is not None:
+        vocab = len(capture.table_VE)
+        return train(hidden_ND, labels_N, vocab, ranks, capture.table_VE)
+    words_U, labels_N = np.unique(labels_N, return_inverse=True)
+    own = Own(capture.table_VE[words_U], bias_or_zeros(capture)[words_U])
+    return cut(hidden_ND, labels_N, ranks, own)
 
 
 def _fit(loss, steps, batch, learning_rate, seed):
@@ -284,13 +311,13 @@ def _mean_loss(output, hidden_ND, labels_N):
 def _w_error(table_VE, ranks):
     if table_VE is None:
         return np.full(len(ranks), np.nan)
-    sigma = np.linalg.svd(arrays_lib.real("table", table_VE), compute_uv=False)
+    sigma = np.linalg.svd(real("table", table_VE), compute_uv=False)
     energy = np.square(sigma)
     return np.array([np.sqrt(energy[rank:].sum() / energy.sum()) for rank in ranks])
 
 
 def _check(hidden_ND, labels_N, vocab, ranks):
-    arrays_lib.real("states", hidden_ND, None)
+    real("states", hidden_ND, None)
     if hidden_ND.ndim != 2 or labels_N.shape != hidden_ND.shape[:1]:
         raise ValueError(
             f"states [N, D] and labels [N] are needed, got {hidden_ND.shape} and "

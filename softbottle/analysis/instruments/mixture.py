@@ -6,7 +6,7 @@ import matplotlib.ticker
 import numpy as np
 
 from softbottle.analysis import drawing, report
-from softbottle.analysis.sources import arrays as arrays_lib
+from softbottle.analysis.capture import real
 
 
 class Mixing(NamedTuple):
@@ -39,8 +39,8 @@ def mixing(log_prior_TK: np.ndarray, log_label_TK: np.ndarray) -> Mixing:
     Raises:
         ValueError: if the two are not finite matrices of one shape.
     """
-    log_prior_TK = arrays_lib.real("weights", log_prior_TK)
-    log_label_TK = arrays_lib.real("labels", log_label_TK)
+    log_prior_TK = real("weights", log_prior_TK)
+    log_label_TK = real("labels", log_label_TK)
     matched = log_prior_TK.ndim == 2 and log_prior_TK.shape == log_label_TK.shape
     bad = np.sum(~np.isfinite(log_prior_TK)) + np.sum(~np.isfinite(log_label_TK))
     if not matched or bad:
@@ -65,10 +65,12 @@ def draw(mixed: dict[str, Mixing]) -> report.Figure:
     """Mean weights and responsibilities of the components, largest first."""
     figure = drawing.Figure(figsize=(8, 3.5), layout="constrained")
     axes = figure.subplots()
-    for name, one in mixed.items():
-        order_K = np.argsort(-one.usage_K)
-        axes.plot(one.usage_K[order_K], marker="o", label=f"{name}: weight")
-        axes.plot(one.responsibility_K[order_K], "x--", label=f"{name}: given the word")
+    for name, mixing in mixed.items():
+        order_K = np.argsort(-mixing.usage_K)
+        axes.plot(mixing.usage_K[order_K], marker="o", label=f"{name}: weight")
+        axes.plot(
+            mixing.responsibility_K[order_K], "x--", label=f"{name}: given the word"
+        )
     axes.set(xlabel="component, by weight", ylabel="mean share", ylim=(0, None))
     axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
     axes.legend()

@@ -19,14 +19,20 @@ is never too small. How much too large it may be follows from
 The trace of C is known; its norm is bounded with probability 1 - 1e-10 by ten Gaussian
 probes, ||C^32|| <= 10 sqrt(2/pi) max_i ||C^32 g_i|| (Halko, Martinsson and Tropp, 2011,
 Lemma 4.1). All this squares the sigma_i: a W-error below 1e-7 is rounding.
+
+Axes: C contexts, N words of a context, D dimensions, K columns of Q, P probes, R rows
+of a smaller matrix with the same G.
 """
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy import sparse
 
 from softbottle.analysis import drawing, report
+from softbottle.analysis.capture import Capture
+from softbottle.analysis.settings import Settings
 
 _PASSES = 6
 _OVERSAMPLING = 16
@@ -175,8 +181,10 @@ def section(
             if width < len(error.error_D):
                 axes.plot(width, error.error_D[width], "o", color=line.get_color())
                 axes.axvline(width, color=line.get_color(), ls="--", lw=1)
-                said = f"at {width:,}, the width of {model}, {error.error_D[width]:.3f}"
-                models.append(said)
+                clause = (
+                    f"at {width:,}, the width of {model}, {error.error_D[width]:.3f}"
+                )
+                models.append(clause)
                 numbers[name][f"at the width of {model}"] = error.error_D[width]
     axes.axhline(0.5, color="grey", linestyle=":", linewidth=1)
     axes.set(xlabel="dimensions", ylabel="W-error", ylim=(0, 1.02), xscale="log")
@@ -196,6 +204,42 @@ def section(
     )
     figures = [report.Figure("ngram-w-error", figure, caption)]
     return report.Section("Dimensions of the text", reading, figures, numbers)
+
+
+def inspect(captures: Sequence[Capture], settings: Settings) -> report.Section:
+    """One line per text: models that read the same one share it."""
+    readers: dict[Any, list[Capture]] = {}
+    for capture in captures:
+        alone = capture.table_VE is None
+        key = capture.name if alone else hash(capture.text.ids.tobytes())
+        readers.setdefault(key, []).append(capture)
+    errors, widths = {}, {}
+    for group in readers.values():
+        text, names = group[0].text, ", ".join(capture.name for capture in group)
+        title = text.title.format(names)
+        errors[title] = _of_text(text, settings)
+        widths[title] = {
+            capture.name: capture.table_VE.shape[1]
+            for capture in group
+            if capture.table_VE is not None
+        }
+    compared = section(errors, widths)
+    if any(widths.values()):
+        return compared
+    # Texts without a model are cut to one length and one number of words.
+    length, vocab = len(captures[0].text.ids), captures[0].text.vocab
+    reading = (
+        f"{compared.reading} Of each text the first {length:,} words, {vocab:,} of "
+        "them told apart."
+    )
+    numbers = compared.numbers | {"words": length}
+    return compared._replace(reading=reading, numbers=numbers)
+
+
+def _of_text(text, settings):
+    matrix_CV = next_word(text.ids, text.vocab, settings.order).matrix_CV
+    most = settings.dimensions or text.dimensions
+    return w_error(matrix_CV, min(most, *matrix_CV.shape))
 
 
 def _merged(matrix_CV):

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import numpy as np
 from scipy import special
 
-from softbottle.analysis.sources import arrays as arrays_lib
+from softbottle.analysis.capture import real
 
 Normaliser = Callable[[np.ndarray], np.ndarray]
 
@@ -79,7 +79,7 @@ def finite(name: str, array: np.ndarray) -> np.ndarray:
     Raises:
         ValueError: if it has no axes, nothing in it, or an entry that is not finite.
     """
-    array = arrays_lib.real(name, array)
+    array = real(name, array)
     wrong = np.sum(~np.isfinite(array))
     if not array.ndim or not array.size or wrong:
         raise ValueError(

@@ -12,22 +12,21 @@ A tall matrix is read in blocks of rows. Its Gram matrix gives sigma^2, so that 
 is lost below about 1.5e-8 sigma_1: enough for the tolerance of float32 (1.8e-5 at
 82,430 x 10,000) and not for that of float64 (3.4e-14), where the rows go through a QR
 factorisation instead, R <- qr([R; rows]), and the singular values are those of R.
+
+Axes: C rows of a block, R rows that wait.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from softbottle import config as config_lib
-from softbottle import ops
 from softbottle.analysis import drawing, report
-from softbottle.analysis.instruments import mixture
-from softbottle.analysis.sources import arrays as arrays_lib
-from softbottle.training import evaluate
-from softbottle.training.state import Run
+from softbottle.analysis.capture import Capture, joined, real
+from softbottle.analysis.instruments import mixture, predictions
+from softbottle.analysis.settings import Settings
 
 PRECISIONS = ("float32", "float64")
 LOSSES = (1e-3, 1e-4, 1e-5)  # of the sum of squares that an effective rank may leave
@@ -67,21 +66,22 @@ class Ranks(NamedTuple):
         return self.entries if known else "float32"
 
 
-class Block(NamedTuple):
-    """A stretch of text: log P, the mixture weights, and log P_k of the labels."""
-
-    log_p_CV: jax.Array
-    log_prior_CK: jax.Array
-    log_label_CK: jax.Array
-
-
 class HeadRanks(NamedTuple):
-    """A head on a text; `mixing` is None for a head of one component."""
+    """A head on a text.
+
+    Attributes:
+        ranks: of its log-probabilities.
+        bound: the largest rank that a softmax of its width can have.
+        kl: expected divergence between two contexts, in nats.
+        mixing: None for a head of one component.
+        loss: mean loss on the text, in nats; None where a run's metrics tell it.
+    """
 
     ranks: Ranks
     bound: int
     kl: float
     mixing: mixture.Mixing | None
+    loss: float | None = None
 
 
 def spectrum(matrix: np.ndarray, precision: np.dtype | type) -> Spectrum:
@@ -95,7 +95,7 @@ def spectrum(matrix: np.ndarray, precision: np.dtype | type) -> Spectrum:
     Raises:
         ValueError: if the matrix is not two-dimensional and finite.
     """
-    matrix = arrays_lib.real("the matrix", matrix)
+    matrix = real("the matrix", matrix)
     _check(matrix)
     sigma = np.linalg.svd(matrix, compute_uv=False)
     tolerance = _tolerance(matrix.shape, sigma, precision)
@@ -146,8 +146,8 @@ def streamed(blocks: Iterable[Any], precision: str = "float32") -> Ranks:
     ranks = {name: int((sigma > tolerances[name]).sum()) for name in PRECISIONS}
     if precision == "float32":
         ranks["float64"] = None
-    kept = {loss: effective(sigma, loss) for loss in LOSSES}
-    return Ranks(shape, entries, sigma, tolerances, ranks, kept)
+    by_loss = {loss: effective(sigma, loss) for loss in LOSSES}
+    return Ranks(shape, entries, sigma, tolerances, ranks, by_loss)
 
 
 def effective(sigma: np.ndarray, loss: float) -> int:
@@ -158,8 +158,8 @@ def effective(sigma: np.ndarray, loss: float) -> int:
     """
     if not 0 <= loss < 1:
         raise ValueError(f"loss must be in [0, 1), got {loss}.")
-    kept = np.cumsum(np.square(np.asarray(sigma, np.float64)))
-    return int(np.searchsorted(kept, (1 - loss) * kept[-1])) + 1
+    energy = np.cumsum(np.square(np.asarray(sigma, np.float64)))
+    return int(np.searchsorted(energy, (1 - loss) * energy[-1])) + 1
 
 
 class PairwiseKL:
@@ -203,39 +203,15 @@ class PairwiseKL:
         return self._negentropy / self._count - cross
 
 
-def blocks(run: Run, ids: np.ndarray, precision: str = "float32") -> Iterator[Block]:
-    """A run's predictions along a text, a block at a time, read as for validation.
-
-    The trunk runs in its own precision and the head in the one asked for. That is all
-    a rank needs: its bounds hold whatever the states are.
-    """
-    model = run.model
-    vocab, options = model.options["vocab"], model.options | {"compute_dtype": None}
-
-    @jax.jit
-    def predict(output, hidden_CD, labels_C):
-        params, table_VE, bias_V = output
-        log_p_CV = model.head.log_probs(*output, hidden_CD, **options)
-        log_prior_CK, context_CKE = model.head.mix(params, hidden_CD)
-        given = context_CKE, table_VE, bias_V, labels_C, model.head.activation(params)
-        score_CK, lse_CK = ops.scores(*given, **options)
-        return Block(log_p_CV[:, :vocab], log_prior_CK, score_CK - lse_CK)
-
-    how = run.config.data.eval_rows, run.config.data.eval_length
-    for hidden_CD, _, labels_C in evaluate.states(model, run.params, ids, *how):
-        with jax.enable_x64(precision == "float64"):
-            given = model.output(run.params), hidden_CD
-            given = jax.tree.map(lambda leaf: jnp.asarray(leaf, precision), given)
-            block = predict(*given, labels_C)
-        yield block
-
-
-def of_run(run: Run, ids: np.ndarray, precision: str = "float32") -> HeadRanks:
-    """Rank, divergence and mixture of a run's predictions along a text, in one pass."""
+def measure(capture: Capture, precision: str = "float32") -> HeadRanks:
+    """Rank, divergence and mixture of the predictions along a capture's text."""
+    bound = softmax_bound(capture.table_VE.shape[1], capture.bias_V is not None)
+    if capture.readout is None:
+        return _of_softmax(capture, precision, bound)
     pairs, parts = PairwiseKL(), []
 
     def rows():
-        for block in blocks(run, ids, precision):
+        for block in predictions.mixtures(capture, precision):
             pairs.add(block.log_p_CV)
             parts.append(tuple(map(np.asarray, block[1:])))
             yield block.log_p_CV
@@ -244,39 +220,70 @@ def of_run(run: Run, ids: np.ndarray, precision: str = "float32") -> HeadRanks:
     log_prior_TK, log_label_TK = map(np.concatenate, zip(*parts, strict=True))
     several = log_prior_TK.shape[1] > 1
     mixed = mixture.mixing(log_prior_TK, log_label_TK) if several else None
-    bound = softmax_bound(config_lib.context_dim(run.config))
     return HeadRanks(ranks, bound, pairs.value, mixed)
 
 
-def section(found: dict[str, HeadRanks]) -> report.Section:
+def _of_softmax(capture, precision, bound):
+    """The same where log P has a transpose that is as easily read."""
+    tokens, vocab = joined(capture.tokens), len(capture.table_VE)
+    count = len(tokens.hidden_TD)
+    blocks = predictions.columns if count < vocab else predictions.rows
+    ranks = streamed(blocks(capture, precision), precision)
+    pairs, total, start = PairwiseKL(), 0.0, 0
+    for log_p_CV in predictions.rows(capture):
+        pairs.add(log_p_CV)
+        if tokens.labels_T is not None:
+            labels_C = tokens.labels_T[start : start + len(log_p_CV)]
+            total -= float(np.sum(log_p_CV[np.arange(len(labels_C)), labels_C]))
+            start += len(labels_C)
+    ranks = ranks._replace(shape=(count, vocab))
+    return HeadRanks(ranks, bound, pairs.value, None, total / start if start else None)
+
+
+def inspect(captures: Sequence[Capture], settings: Settings) -> report.Section:
+    """The section on some captures."""
+    return section(
+        {capture.name: measure(capture, settings.precision) for capture in captures}
+    )
+
+
+def section(heads: dict[str, HeadRanks]) -> report.Section:
     """Heads side by side: their ranks, spectra, divergences and mixtures."""
     lines = [
-        f"{name}: rank {one.ranks.ranks[one.ranks.precision]:,} of at most "
-        f"{min(one.ranks.shape):,}, where a softmax of its width stops at "
-        f"{one.bound:,}; two contexts differ by {one.kl:.2f} nats on average."
-        for name, one in found.items()
+        f"{name}: rank {head.ranks.ranks[head.ranks.precision]:,} of at most "
+        f"{min(head.ranks.shape):,}, where a softmax of its width stops at "
+        f"{head.bound:,}; two contexts differ by {head.kl:.2f} nats on average."
+        for name, head in heads.items()
     ]
     lines.append(
         "Go by the tolerance of the precision the entries were computed in: a finer "
         "one counts rounding, a coarser one overlooks. Rank is room, not quality."
     )
-    numbers = {
-        name: one._asdict() | {"ranks": one.ranks._asdict()}
-        for name, one in found.items()
-    }
-    figures = [_draw_spectra(found)]
-    mixed = {name: one.mixing for name, one in found.items() if one.mixing}
+    numbers = {name: _numbers(head) for name, head in heads.items()}
+    figures = [_draw_spectra(heads)]
+    mixed = {name: head.mixing for name, head in heads.items() if head.mixing}
     if mixed:
         figures.append(mixture.draw(mixed))
-        for name, one in mixed.items():
-            numbers[name] |= {"mixing": one._asdict()}
+    for name, head in heads.items():
+        if head.loss is not None:
+            whose = "Its loss" if len(heads) == 1 else f"The loss of {name}"
+            lines.append(f"{whose} on this text is {head.loss:.3f} nats a token.")
     return report.Section("Rank", " ".join(lines), figures, numbers)
 
 
-def _draw_spectra(found):
+def _numbers(head):
+    numbers = head._asdict() | {"ranks": head.ranks._asdict()}
+    if head.mixing:
+        numbers["mixing"] = head.mixing._asdict()
+    if head.loss is None:
+        del numbers["loss"]
+    return numbers
+
+
+def _draw_spectra(heads):
     figure = drawing.Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
-    for name, (ranks, *_) in found.items():
+    for name, (ranks, *_) in heads.items():
         (line,) = axes.loglog(
             np.arange(1, len(ranks.sigma) + 1), ranks.sigma / ranks.sigma[0], label=name
         )

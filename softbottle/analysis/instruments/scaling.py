@@ -5,6 +5,8 @@
 for N parameters and T tokens. B, beta and E are kept as Godey et al. keep them; A and
 alpha are fitted to models large enough not to saturate, and the gap of a smaller one is
 how far its loss lies above the law.
+
+Axes: M models.
 """
 
 from collections.abc import Sequence
@@ -14,7 +16,8 @@ import numpy as np
 import scipy.optimize
 
 from softbottle.analysis import drawing, report
-from softbottle.analysis.sources import arrays as arrays_lib
+from softbottle.analysis.capture import Capture, real
+from softbottle.analysis.settings import Settings
 from softbottle.data import vocab
 
 
@@ -29,14 +32,14 @@ class Law(NamedTuple):
 
     def loss(self, parameters: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """The loss the law predicts."""
-        parameters = arrays_lib.real("parameters", parameters)
-        tokens = arrays_lib.real("tokens", tokens)
+        parameters = real("parameters", parameters)
+        tokens = real("tokens", tokens)
         size = self.a * parameters**-self.alpha
         return size + self.b * tokens**-self.beta + self.e
 
     def gap(self, parameters, tokens, loss) -> np.ndarray:
         """How far a loss lies above the law, as a share of what it predicts."""
-        return arrays_lib.real("loss", loss) / self.loss(parameters, tokens) - 1
+        return real("loss", loss) / self.loss(parameters, tokens) - 1
 
 
 PYTHIA = Law(119.09, 0.246)  # the fit of Godey et al. to the models from 410M up
@@ -60,26 +63,26 @@ def fit(
         ValueError: if the arrays do not match or are not positive, or no fit is found.
     """
     named = {"parameters": parameters_M, "tokens": tokens_M, "loss": loss_M}
-    data = [arrays_lib.real(name, one) for name, one in named.items()]
-    bad = [one.shape for one in data if one.ndim != 1 or not np.all(one > 0)]
-    if bad or len({one.shape for one in data}) > 1 or len(np.unique(data[0])) < 2:
+    data = [real(name, array) for name, array in named.items()]
+    bad = [array.shape for array in data if array.ndim != 1 or not np.all(array > 0)]
+    if bad or len({array.shape for array in data}) > 1 or len(np.unique(data[0])) < 2:
         raise ValueError(
             f"a law needs two sizes or more, with positive tokens and losses for each, "
-            f"got {[one.tolist() for one in data]}."
+            f"got {[array.tolist() for array in data]}."
         )
 
     def law(theta):
         return start._replace(a=float(np.exp(theta[0])), alpha=float(theta[1]))
 
-    found = scipy.optimize.least_squares(
+    solution = scipy.optimize.least_squares(
         lambda theta: np.log(law(theta).loss(*data[:2]) / data[2]),
         (np.log(start.a), start.alpha),
         xtol=1e-12,
         ftol=1e-12,
     )
-    if not found.success:
-        raise ValueError(f"no law fits: {found.message}")
-    return law(found.x)
+    if not solution.success:
+        raise ValueError(f"no law fits: {solution.message}")
+    return law(solution.x)
 
 
 def of_models(
@@ -100,7 +103,7 @@ def of_models(
         ValueError: as `fit`, or if there is not one of everything for each model.
     """
     data = (parameters_M, tokens_M, loss_M)
-    shapes = [np.shape(one) for one in data]
+    shapes = [np.shape(array) for array in data]
     if len(shapes[0]) != 1 or len(set(shapes)) > 1:
         raise ValueError(f"parameters, tokens and loss must be [M] each, got {shapes}.")
     if names is None:
@@ -113,9 +116,16 @@ def of_models(
             f"{np.size(parameters_M)} models need a name each and to be fitted or not, "
             f"got {np.size(names)} and {np.size(fitted_M)}."
         )
-    law = fit(*(np.asarray(one)[fitted_M] for one in data))
+    law = fit(*(np.asarray(array)[fitted_M] for array in data))
     # Names come out of a file, and go to the terminal.
     return section(law, [vocab.printable(str(name)) for name in names], *data)
+
+
+def inspect(captures: Sequence[Capture], settings: Settings) -> report.Section:
+    """The section on trained models, of which a file has one list."""
+    del settings
+    (capture,) = captures
+    return of_models(*capture.models)
 
 
 def section(

@@ -7,6 +7,7 @@ Only numbers and texts are read: no Python objects, and no complex numbers, whos
 imaginary part every instrument would drop.
 """
 
+import dataclasses
 import io
 import math
 import pathlib
@@ -15,15 +16,38 @@ import zipfile
 import zlib
 
 import numpy as np
-from numpy.typing import ArrayLike, DTypeLike
+
+from softbottle.analysis.capture import AttentionRows, Capture, Models, of_softmax
 
 INFLATED = 2**28
 RATIO = 16
 _HEADER = 2**14  # bytes that a header has at most; NumPy's own limit is 10,000
 _KINDS = "biufUS"
+_SIZES = ("parameters", "tokens", "loss")
 # What zipfile and NumPy raise for a file that is not as it should be.
 _DAMAGE = (ValueError, EOFError, OSError, RuntimeError, KeyError, OverflowError)
 _DAMAGE += (struct.error, zipfile.BadZipFile, zlib.error)
+
+
+def capture(path: pathlib.Path | str) -> Capture:
+    """A head's, an attention layer's or several models' arrays from anywhere.
+
+    Args:
+        path: an .npz file with `hidden` [N, D] and `table` [V, D], and if there are
+            any `bias` [V] and `labels` [N]; or with attention `logits` [R, L] and
+            `values` [L, D]; or with `parameters`, `tokens` and `loss` [M] of trained
+            models, and if there are any their `names` [M] and which are to be `fitted`
+            [M]; or with all of these.
+
+    Raises:
+        ValueError: if the file is of another kind or larger than it says, or an array
+            is missing, has another shape, is complex or is not finite.
+    """
+    arrays = load(path)
+    try:
+        return _capture(pathlib.Path(path).stem, arrays)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def load(path: pathlib.Path | str) -> dict[str, np.ndarray]:
@@ -61,18 +85,25 @@ def load_one(path: pathlib.Path | str) -> np.ndarray:
         raise ValueError(f"{path} cannot be read: {error}") from error
 
 
-def real(name: str, values: ArrayLike, dtype: DTypeLike = np.float64) -> np.ndarray:
-    """Real numbers in a floating type.
-
-    Raises:
-        ValueError: if they are complex: a cast would drop their imaginary part.
-    """
-    if np.iscomplexobj(values):
+def _capture(name, arrays):
+    texts = [key for key, array in arrays.items() if array.dtype.kind in "US"]
+    if set(texts) - {"names"}:
+        raise ValueError(f"{texts} hold texts; only names may.")
+    there, bare, rows, models = set(arrays), Capture(name), None, None
+    if there >= {"hidden", "table"}:
+        states, labels_N = [arrays["hidden"]], arrays.get("labels")
+        bare = of_softmax(name, arrays["table"], arrays.get("bias"), states, labels_N)
+    if there >= {"logits", "values"}:
+        rows = AttentionRows(arrays["logits"], arrays["values"])
+    if there.issuperset(_SIZES):
+        sizes = (arrays[key] for key in _SIZES)
+        models = Models(*sizes, arrays.get("names"), arrays.get("fitted"))
+    if bare.table_VE is None and rows is None and models is None:
         raise ValueError(
-            f"{name} must be real, got {np.asarray(values).dtype}; give its real and "
-            "imaginary parts as two arrays."
+            "it needs hidden and table, or logits and values, or parameters, tokens "
+            f"and loss; it has {sorted(arrays)}."
         )
-    return np.asarray(values, dtype)
+    return dataclasses.replace(bare, attention_rows=rows, models=models)
 
 
 def _check_members(file, length):

@@ -72,7 +72,7 @@ class File(NamedTuple):
         if tensor.kind not in KINDS:
             raise ValueError(
                 f"{name} of {self.path} is of kind {tensor.kind}; only "
-                f"{', '.join(one.name for one in KINDS.values())} can be read."
+                f"{', '.join(kind.name for kind in KINDS.values())} can be read."
             )
         kind = KINDS[tensor.kind]
         raw = np.frombuffer(self.content, np.uint8, _size(tensor), tensor.start)
@@ -116,7 +116,8 @@ def read(path: pathlib.Path | str) -> File:
         )
     start = -(-cursor.at // alignment) * alignment
     tensors = {
-        name: one._replace(start=start + one.start) for name, one in tensors.items()
+        name: tensor._replace(start=start + tensor.start)
+        for name, tensor in tensors.items()
     }
     _check_room(path, tensors, start, len(content))
     return File(path, settings, tensors, content)
@@ -160,21 +161,21 @@ def _code(kind):
 
 
 def _header(cursor):
-    version, tensors, settings = cursor.take("IQQ")
+    version, tensor_count, setting_count = cursor.take("IQQ")
     if version not in (2, 3):
         raise ValueError(f"GGUF version {version} is not among 2 and 3.")
-    named, found = {}, {}
-    for _ in range(settings):
-        name = _new(cursor.text(), named)
-        named[name] = cursor.value(*cursor.take("I"))
-    for _ in range(tensors):
-        name = _new(cursor.text(), found)
+    settings, tensors = {}, {}
+    for _ in range(setting_count):
+        name = _new(cursor.text(), settings)
+        settings[name] = cursor.value(*cursor.take("I"))
+    for _ in range(tensor_count):
+        name = _new(cursor.text(), tensors)
         (axes,) = cursor.take("I")
         shape = cursor.many(min(axes, _AXES + 1), "Q")[::-1]
         if not 1 <= axes <= _AXES or 0 in shape:
             raise ValueError(f"a tensor of {axes} axes has the shape {shape}.")
-        found[name] = Tensor(shape, *cursor.take("IQ"))
-    return named, found
+        tensors[name] = Tensor(shape, *cursor.take("IQ"))
+    return settings, tensors
 
 
 def _new(name, named):
@@ -257,7 +258,7 @@ def _scales(raw_NB):
     low_N4, high_N4, rest_N4 = raw_NB[:, :4], raw_NB[:, 4:8], raw_NB[:, 8:]
     s_N8 = [low_N4 & 63, (rest_N4 & 15) | (low_N4 >> 6 << 4)]
     t_N8 = [high_N4 & 63, (rest_N4 >> 4) | (high_N4 >> 6 << 4)]
-    return (np.concatenate(one, axis=1)[:, :, None] for one in (s_N8, t_N8))
+    return (np.concatenate(pair, axis=1)[:, :, None] for pair in (s_N8, t_N8))
 
 
 def _scaled(raw_NB, q_N8Q):

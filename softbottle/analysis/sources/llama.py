@@ -8,13 +8,22 @@ architecture "llama" store them; several query heads share a key and a value. Mi
 SmolLM and TinyLlama are stored as "llama" too.
 """
 
+import pathlib
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from softbottle.analysis.capture import Capture, of_softmax
 from softbottle.analysis.sources import gguf
+from softbottle.analysis.sources.reading import (
+    Reading,
+    Trace,
+    capture,
+    imported,
+    token_ids,
+)
 
 ARCHITECTURE = "llama"
 _PARTS = ("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output")
@@ -43,14 +52,29 @@ class Model(NamedTuple):
     epsilon: float
 
 
-class Trace(NamedTuple):
-    """States [S, D] of the embedded words and of each layer, the last normalised.
+def from_gguf(path: pathlib.Path | str, reading: Reading) -> Capture:
+    """The capture of a GGUF file; of other architectures than "llama" the head alone.
 
-    `logits_LHS` are the attention logits of the last position, by layer and head.
+    Raises:
+        ValueError: if the file is no GGUF file, is cut short, or has parts that cannot
+            be read; or the text is too short or needs another tokenizer.
+        ImportError: if the tokenizer's package is missing.
     """
-
-    states: list[np.ndarray]
-    logits_LHS: np.ndarray
+    file = gguf.read(path)
+    name = file.path.stem
+    output = "output.weight" if "output.weight" in file.tensors else "token_embd.weight"
+    if len(file.tensor(output).shape) != 2:
+        raise ValueError(f"{output} of {path} is no table [V, D] of words.")
+    table_VD = file.array(output)
+    if file.settings.get("general.architecture") != ARCHITECTURE:
+        return of_softmax(name, table_VD)
+    ids = token_ids(
+        reading, len(table_VD), lambda text: _tokenizer(file).encode(text).ids
+    )
+    model = load(file)
+    return capture(
+        name, table_VD, None, ids, lambda ids_S: trace(model, ids_S), reading
+    )
 
 
 def load(file: gguf.File) -> Model:
@@ -220,3 +244,36 @@ def _check_shape(file, name, expected):
             f"{name} of {file.path} has the shape {shape}; the settings and the other "
             f"tensors ask for {expected}."
         )
+
+
+def _tokenizer(file: gguf.File) -> Any:
+    """Byte-level BPE from the file's own words and merges."""
+    tokenizers = imported("tokenizers", "gguf")
+    kind = (
+        file.settings.get("tokenizer.ggml.model"),
+        file.settings.get("tokenizer.ggml.pre"),
+    )
+    # A digit is a word by itself in SmolLM; both split as GPT-2 does otherwise.
+    if kind not in (("gpt2", "gpt-2"), ("gpt2", "smollm")):
+        raise ValueError(
+            f"the tokenizer {str(kind)[:80]} of {file.path} cannot be built; give the "
+            "text as ids in a .npy file."
+        )
+    words = {word: at for at, word in enumerate(_texts(file, "tokens"))}
+    merges = [tuple(pair.split(" ")) for pair in _texts(file, "merges")]
+    for pair in merges:
+        if len(pair) != 2 or not {*pair, "".join(pair)} <= words.keys():
+            raise ValueError(f"{str(pair)[:80]} is no merge of words of {file.path}.")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(words, merges))
+    steps = [tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    if kind[1] == "smollm":
+        steps.insert(0, tokenizers.pre_tokenizers.Digits(individual_digits=True))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(steps)
+    return tokenizer
+
+
+def _texts(file, name):
+    texts = file.settings.get(f"tokenizer.ggml.{name}")
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"tokenizer.ggml.{name} of {file.path} is no list of texts.")
+    return texts

@@ -1,20 +1,40 @@
-"""What our own runs hold inside: states of every layer, now and along the training.
+"""Our own runs: what they hold along a text, now and along the training.
 
-A text is read in stretches of `data.eval_length` positions, as evaluation reads it:
-what the last layer gives is what the run's perplexity is made of.
+The states of every layer come from one row of text in stretches of `data.eval_length`
+positions. What the head reads comes from `data.eval_rows` rows, as in validation: it is
+what the run's perplexity is made of.
+
+Axes: L layers, W stretches, H heads, S positions of a stretch.
 """
 
+import dataclasses
 import pathlib
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from softbottle import backbones
+from softbottle.analysis import curves
+from softbottle.analysis.capture import (
+    SAMPLE,
+    Capture,
+    Checkpoint,
+    Mixed,
+    Readout,
+    Text,
+    Tokens,
+    Trials,
+    joined,
+    sizes_below,
+)
 from softbottle.data import batches
-from softbottle.training import checkpoint, evaluate
-from softbottle.training.state import Run
+from softbottle.training import checkpoint, evaluate, metrics
+from softbottle.training.state import Run, load_corpus, load_run
+
+_DIMENSIONS = 512  # of the text's next-word matrix, at most
 
 
 class Inner(NamedTuple):
@@ -30,21 +50,109 @@ class Inner(NamedTuple):
     logits_LWHS: np.ndarray | None
 
 
-def inner(run: Run, ids: np.ndarray) -> Inner:
-    """States of every layer along a text, but for a last stretch that is not whole.
+Reader = Callable[[Any, np.ndarray], Inner]
+
+
+def read(
+    workdir: pathlib.Path | str,
+    parts: Collection[str],
+    split: str = "test",
+    positions: int = 8192,
+) -> Capture:
+    """The capture of a run, called by its folder's name.
+
+    Args:
+        workdir: the run's folder.
+        parts: fields of `Capture` to fill; the others cost nothing and stay None.
+        split: the text that is read, "train", "valid" or "test".
+        positions: how much of it.
+
+    Raises:
+        ValueError: for a folder without a run, or a text shorter than two words.
+    """
+    workdir = pathlib.Path(workdir)
+    run = load_run(workdir, "float32")
+    corpus = load_corpus(workdir, run, split)
+    ids = getattr(corpus, split)[: positions + 1]
+    reader = make_reader(run)
+    lines = metrics.read(workdir) if "validations" in parts else []
+    series = Series(workdir, run, ids, reader)
+    text = None
+    if "text" in parts:
+        train = np.asarray(corpus.train)
+        text = Text(train, len(corpus.vocab), _DIMENSIONS, "text of {}")
+    return dataclasses.replace(
+        capture(workdir.resolve().name, run, ids, parts, reader),
+        text=text,
+        validations=lines if curves.validations(lines) else None,
+        series=series if "series" in parts and steps(workdir) else None,
+    )
+
+
+def capture(
+    name: str,
+    run: Run,
+    ids: np.ndarray,
+    parts: Collection[str],
+    reader: Reader | None = None,
+) -> Capture:
+    """What a run holds along a text; without what only its folder knows.
+
+    Args:
+        name: of the run.
+        run: its model and parameters.
+        ids: the text.
+        parts: fields of `Capture` to fill.
+        reader: what `make_reader` gave for this run, if it is there already.
 
     Raises:
         ValueError: if the text is shorter than two words.
     """
-    if len(ids) < 2:
-        raise ValueError(f"a text of two words or more is needed, got {len(ids)}.")
-    backbone, params = backbones.make(run.config), run.params
-    length = min(run.config.data.eval_length, len(ids) - 1)
+    _check(ids)
+    output, options = run.model.output(run.params), run.model.options
+    words = options["vocab"]
+    table_VE, bias_V = (np.asarray(array[:words]) for array in output[1:])
+    inner = Inner([], None)
+    if {"states", "logits_LWHS"} & set(parts):
+        inner = (reader or make_reader(run))(run.params, ids)
+    tokens = None
+    if {"tokens", "frozen"} & set(parts):
+        tokens = _tokens(run, ids)
+    return Capture(
+        name,
+        table_VE,
+        bias_V,
+        readout=Readout(run.model.head, output, options),
+        tokens=tokens,
+        mixed=mixed(run, ids) if "mixed" in parts else None,
+        frozen=joined(tokens) if "frozen" in parts else None,
+        trials=_trials(*table_VE.shape) if run.model.head.is_linear else None,
+        states=inner.states or None,
+        logits_LWHS=inner.logits_LWHS,
+    )
+
+
+def mixed(run: Run, ids: np.ndarray, positions: int = SAMPLE) -> Mixed:
+    """The head's contexts and mixture weights along the start of a text."""
+    hidden_TD, labels_T = joined(_tokens(run, ids[: positions + 1]))
+    params = run.model.output(run.params)[0]
+    log_prior_TK, context_TKE = run.model.head.mix(params, jnp.asarray(hidden_TD))
+    activation = run.model.head.activation(params)
+    return Mixed(log_prior_TK, context_TKE, labels_T, activation)
+
+
+def make_reader(run: Run) -> Reader:
+    """A compiled `read(params, ids) -> Inner` of a run's trunk.
+
+    It is compiled once, whatever parameters it is called with: those of every
+    checkpoint of a series have the same shapes.
+    """
+    backbone = backbones.make(run.config)
 
     @jax.jit
-    def read(params, batch, carry):
+    def stretch(params, batch, carry):
         embedded_BSE = params["table_VE"][batch.ids_BS]
-        trunk, kept = backbone.apply(
+        trunk, variables = backbone.apply(
             {"params": params["backbone"]},
             embedded_BSE.astype(run.config.model.compute_dtype),
             carry,
@@ -52,46 +160,91 @@ def inner(run: Run, ids: np.ndarray) -> Inner:
             train=False,
             mutable=["intermediates"],
         )
-        kept = kept.get("intermediates", {})
-        return (embedded_BSE, trunk.hidden_BSD, kept), trunk.carry
+        between = variables.get("intermediates", {})
+        return (embedded_BSE, trunk.hidden_BSD, between), trunk.carry
 
-    parts, carry = [], backbone.initial_carry(1)
-    whole = (len(ids) - 1) // length * length
-    for batch in batches.evaluation(ids[: whole + 1], 1, length):
-        found, carry = read(params, batch, carry)
-        parts.append(_layers(*found))
-    states = [
-        np.concatenate(layer)
-        for layer in zip(*(states for states, _ in parts), strict=True)
-    ]
-    logits = [logits_LHS for _, logits_LHS in parts]
-    return Inner(states, None if logits[0] is None else np.stack(logits, axis=1))
+    def read(params, ids):
+        _check(ids)
+        length = min(run.config.data.eval_length, len(ids) - 1)
+        parts, carry = [], backbone.initial_carry(1)
+        end = (len(ids) - 1) // length * length
+        for batch in batches.evaluation(ids[: end + 1], 1, length):
+            held, carry = stretch(params, batch, carry)
+            parts.append(_layers(*held))
+        states, logits = zip(*parts, strict=True)
+        layers = [np.concatenate(layer) for layer in zip(*states, strict=True)]
+        return Inner(layers, None if logits[0] is None else np.stack(logits, axis=1))
+
+    return read
+
+
+def inner(run: Run, ids: np.ndarray) -> Inner:
+    """States of every layer along a text, but for a last stretch that is not whole.
+
+    Raises:
+        ValueError: if the text is shorter than two words.
+    """
+    return make_reader(run)(run.params, ids)
 
 
 def steps(workdir: pathlib.Path) -> list[int]:
-    """The steps whose parameters a run kept in its series, rising."""
+    """The steps whose parameters a run stored in its series, rising."""
     return checkpoint.sealed_steps(workdir / "series")
 
 
-def checkpoints(
-    workdir: pathlib.Path, run: Run, ids: np.ndarray
-) -> Iterator[tuple[int, np.ndarray, np.ndarray, float]]:
-    """(step, output table [V, E], last states [N, D], loss on the text) of a series."""
-    score = evaluate.make_evaluator(run.model)
-    words, length = run.model.options["vocab"], run.config.data.eval_length
-    for step in steps(workdir):
-        params, _ = checkpoint.read(workdir / "series", step, run.params)
-        table_VE = np.asarray(run.model.output(params)[1][:words])
-        last_ND = inner(run._replace(params=params), ids).states[-1]
-        yield step, table_VE, last_ND, score(params, ids, 1, length).loss
+@dataclasses.dataclass(frozen=True, eq=False)
+class Series:
+    """The checkpoints of a run's series, which are read as they are iterated over.
+
+    Attributes:
+        workdir: the run's folder.
+        run: its model.
+        ids: the text on which its states and losses are taken.
+        reader: what `make_reader` gave for this run.
+    """
+
+    workdir: pathlib.Path
+    run: Run
+    ids: np.ndarray
+    reader: Reader
+
+    def __iter__(self) -> Iterator[Checkpoint]:
+        """Each checkpoint, in the order of the steps."""
+        model, ids = self.run.model, self.ids
+        score = evaluate.make_evaluator(model)
+        words, length = model.options["vocab"], self.run.config.data.eval_length
+        for step in steps(self.workdir):
+            params, _ = checkpoint.read(self.workdir / "series", step, self.run.params)
+            table_VE = np.asarray(model.output(params)[1][:words])
+            last_ND = self.reader(params, ids).states[-1]
+            loss = score(params, ids, 1, length).loss
+            yield Checkpoint(step, table_VE, last_ND, loss)
 
 
-def _layers(embedded_BSE, hidden_BSD, kept):
+def _tokens(run, ids):
+    data = run.config.data
+    rows = data.eval_rows, data.eval_length
+    return [
+        Tokens(hidden_CD, labels_C)
+        for hidden_CD, _, labels_C in evaluate.states(run.model, run.params, ids, *rows)
+    ]
+
+
+def _trials(vocab, dim):
+    return Trials(None, sizes_below(vocab, (1, 2, dim // 4, dim // 2, dim)), 20)
+
+
+def _layers(embedded_BSE, hidden_BSD, between):
     """States [S, D] of one stretch by layer, and its attention logits."""
-    between, logits_LHS = list(kept.get("inner_BSH", ())), None
-    if "entering_LBSD" in kept:
+    inside, logits_LHS = list(between.get("inner_BSH", ())), None
+    if "entering_LBSD" in between:
         # The first is the embedded words, projected where their width differs.
-        between = list(kept["entering_LBSD"][0][1:])
-        logits_LHS = np.asarray(kept["logits_LBNS"][0][:, 0], np.float32)
-    layers = (embedded_BSE, *between, hidden_BSD)
-    return [np.asarray(one[0], np.float32) for one in layers], logits_LHS
+        inside = list(between["entering_LBSD"][0][1:])
+        logits_LHS = np.asarray(between["logits_LBNS"][0][:, 0], np.float32)
+    layers = (embedded_BSE, *inside, hidden_BSD)
+    return [np.asarray(layer[0], np.float32) for layer in layers], logits_LHS
+
+
+def _check(ids):
+    if len(ids) < 2:
+        raise ValueError(f"a text of two words or more is needed, got {len(ids)}.")

@@ -14,14 +14,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from softbottle.analysis.asked import USUAL, Asked
-from softbottle.analysis.instruments import ngram
-from softbottle.analysis.report import Section
+from softbottle.analysis.capture import Capture, Text
 from softbottle.data import vocab as vocab_lib
 
 _OPENERS = {".gz": gzip.open, ".xz": lzma.open}
 _WORKERS = 2
-_DIMENSIONS = 512  # of a next-word matrix, unless told otherwise
+_DIMENSIONS = 512  # of a next-word matrix, at most
 
 
 def words(path: pathlib.Path | str) -> np.ndarray:
@@ -33,12 +31,12 @@ def words(path: pathlib.Path | str) -> np.ndarray:
     path = pathlib.Path(path)
     if not path.exists():
         raise ValueError(f"the text {path} is neither a file nor a folder.")
-    files = sorted(one for one in path.rglob("*") if one.is_file())
+    files = sorted(file for file in path.rglob("*") if file.is_file())
     files = [path] if path.is_file() else files
-    chunks = (vocab_lib.Chunk(_content(one), str(one), 1) for one in files)
+    chunks = (vocab_lib.Chunk(_content(file), str(file), 1) for file in files)
     numbering = vocab_lib.Numbering()
     parts = [
-        numbering.number(one) for one in vocab_lib.numbered(chunks, False, _WORKERS)
+        numbering.number(part) for part in vocab_lib.numbered(chunks, False, _WORKERS)
     ]
     if not sum(map(len, parts)):
         raise ValueError(f"there are no words in {path}.")
@@ -53,29 +51,21 @@ def frequent(ids: np.ndarray, vocab: int) -> np.ndarray:
     return np.minimum(place_V, vocab - 1)[ids]
 
 
-def section(
-    paths: Sequence[pathlib.Path | str], asked: Asked = USUAL, vocab: int = 10_000
-) -> Section:
-    """W-errors of several texts side by side, each named by its file or folder.
+def captures(paths: Sequence[pathlib.Path | str], vocab: int = 10_000) -> list[Capture]:
+    """Texts of one length, each named by its file or folder.
 
     Raises:
-        ValueError: if two share a name, or one is shorter than the order.
+        ValueError: if two share a name, or one is no text.
     """
     names = [pathlib.Path(path).resolve().name for path in paths]
     if len(set(names)) < len(names):
         raise ValueError(f"the texts need different names, got {names}.")
     texts = {name: words(path) for name, path in zip(names, paths, strict=True)}
     length = min(map(len, texts.values()))
-    errors = {}
-    for name, ids in texts.items():
-        table = ngram.next_word(frequent(ids[:length], vocab), vocab, asked.order)
-        dimensions = min(asked.dimensions or _DIMENSIONS, *table.matrix_CV.shape)
-        errors[name] = ngram.w_error(table.matrix_CV, dimensions)
-    found = ngram.section(errors)
-    said = f" Of each text the first {length:,} words, {vocab:,} of them told apart."
-    return found._replace(
-        reading=found.reading + said, numbers=found.numbers | {"words": length}
-    )
+    return [
+        Capture(name, text=Text(frequent(ids[:length], vocab), vocab, _DIMENSIONS))
+        for name, ids in texts.items()
+    ]
 
 
 def _content(path):

@@ -7,6 +7,7 @@ import pytest
 
 from softbottle.analysis import report
 from softbottle.analysis.instruments import gradient
+from softbottle.analysis.sources import run as source
 from softbottle.ops.mixture import activations
 from tests import tiny
 
@@ -150,7 +151,12 @@ def test_a_run_is_measured_through_its_own_head(tmp_path):
     run, corpus = tiny.make_narrow_run(
         "mos", COMPONENTS, WORDS, WIDTH, model__vocab_multiple=8
     )
-    found = gradient.of_run(run, corpus.test, positions=99, ranks=[2])
+    prior_TK, context_TKE, labels_T, activation, _ = source.mixed(run, corpus.test, 99)
+    _, table_VE, bias_V = run.model.output(run.params)
+    found = gradient.measure(
+        *(prior_TK, context_TKE, table_VE[:WORDS], bias_V[:WORDS], labels_T),
+        *(activation, [2]),
+    )
     assert found.kept_T.shape == (99,) and found.kept_K.shape == (COMPONENTS,)
     assert found.vocab == WORDS and 0 < found.by_rank[2] < found.kept < 1
     section = gradient.section(

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from softbottle.analysis import report
-from softbottle.analysis.instruments import mixture, rank
+from softbottle.analysis.instruments import mixture, predictions, rank
+from softbottle.analysis.sources import run as source
 from softbottle.training import evaluate
 from tests import tiny
 
@@ -166,6 +167,10 @@ def make_run(name, components):
     return run, corpus.test
 
 
+def captured(run, ids):
+    return source.capture("run", run, ids, {"tokens"})
+
+
 @pytest.fixture(scope="module")
 def runs():
     return {name: make_run(name, k) for name, k in (("softmax", 1), ("mos", 3))}
@@ -174,8 +179,8 @@ def runs():
 @pytest.fixture(scope="module")
 def measured(runs):
     return {
-        "softmax": rank.of_run(*runs["softmax"], "float64"),
-        "mos": rank.of_run(*runs["mos"]),
+        "softmax": rank.measure(captured(*runs["softmax"]), "float64"),
+        "mos": rank.measure(captured(*runs["mos"])),
     }
 
 
@@ -195,7 +200,7 @@ def test_a_run_is_measured_as_its_dense_log_probabilities_are(runs, measured):
 
 def test_responsibilities_and_label_probabilities_are_those_of_the_loss(runs, measured):
     run, ids = runs["mos"]
-    blocks = list(rank.blocks(run, ids))
+    blocks = list(predictions.mixtures(captured(run, ids)))
     log_joint_TK = np.concatenate([b.log_prior_CK + b.log_label_CK for b in blocks])
     log_p_TV = np.concatenate([b.log_p_CV for b in blocks])
     expected_T = log_p_TV[np.arange(len(ids) - 1), ids[1:]]

@@ -6,7 +6,7 @@ import zipfile
 import numpy as np
 import pytest
 
-from softbottle.analysis import captured, inspection
+from softbottle.analysis import capture, inspection
 from softbottle.analysis.instruments import (
     argmax,
     gradient,
@@ -17,6 +17,7 @@ from softbottle.analysis.instruments import (
     rank,
     saturation,
     scaling,
+    turns,
 )
 from softbottle.analysis.sources import arrays
 
@@ -162,7 +163,7 @@ DOORS = {
     "anisotropy": lambda: saturation.anisotropy(COMPLEX),
     "head": lambda: saturation.head(COMPLEX),
     "layers": lambda: saturation.layers([COMPLEX]),
-    "turn": lambda: saturation.turn(np.arange(9), COMPLEX[:9, 0]),
+    "turn": lambda: turns.turn(np.arange(9), COMPLEX[:9, 0]),
     "reach": lambda: argmax.reach(COMPLEX, None),
     "reach, bias": lambda: argmax.reach(COMPLEX.real, COMPLEX[:, 0]),
     "softmax": lambda: normalisers.softmax(COMPLEX),
@@ -179,9 +180,7 @@ DOORS = {
         np.zeros(30),
         np.zeros(30, int),
     ),
-    "captured": lambda: captured.sections(
-        captured.Capture("a", COMPLEX, None, [COMPLEX.real]), ["rank"]
-    ),
+    "captured": lambda: capture.of_softmax("a", COMPLEX, None, [COMPLEX.real]),
 }
 
 

@@ -7,8 +7,10 @@ import sys
 import numpy as np
 import pytest
 
-from softbottle.analysis import captured
-from softbottle.analysis.sources import gguf, llama, pretrained
+from softbottle.analysis import inspection
+from softbottle.analysis.instruments import predictions
+from softbottle.analysis.sources import gguf, hugging_face, llama
+from softbottle.analysis.sources.reading import Reading
 from tests import commands
 from tests.analysis.sources import gguf_test, llama_test
 
@@ -36,8 +38,8 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def capture(folder):
-    reading = pretrained.Reading(folder / "ids.npy", POSITIONS, WINDOW)
-    return pretrained.from_gguf(folder / "tiny.gguf", reading)
+    reading = Reading(folder / "ids.npy", POSITIONS, WINDOW)
+    return llama.from_gguf(folder / "tiny.gguf", reading)
 
 
 def test_whole_stretches_are_read_each_from_its_start(folder, capture):
@@ -49,25 +51,32 @@ def test_whole_stretches_are_read_each_from_its_start(folder, capture):
         assert len(found) == count * WINDOW
         np.testing.assert_array_equal(found[WINDOW : 2 * WINDOW], expected)
     np.testing.assert_array_equal(capture.logits_LWHS[:, 1], second.logits_LHS)
-    np.testing.assert_array_equal(capture.labels_N, ids[1 : count * WINDOW + 1])
-    np.testing.assert_array_equal(capture.ids, ids)
+    np.testing.assert_array_equal(
+        capture.tokens[0].labels_T, ids[1 : count * WINDOW + 1]
+    )
+    np.testing.assert_array_equal(capture.text.ids, ids)
     assert capture.bias_V is None and capture.name == "tiny"
 
 
 def test_more_of_the_text_is_read_for_the_head_s_states_alone(folder, capture):
-    reading = pretrained.Reading(folder / "ids.npy", POSITIONS, WINDOW, frozen=70)
-    found = pretrained.from_gguf(folder / "tiny.gguf", reading)
+    reading = Reading(folder / "ids.npy", POSITIONS, WINDOW, frozen=70)
+    found = llama.from_gguf(folder / "tiny.gguf", reading)
     np.testing.assert_array_equal(found.states[-1], capture.states[-1])
-    assert len(found.frozen_MD) == 4 * WINDOW and len(found.states[-1]) == 2 * WINDOW
-    np.testing.assert_array_equal(found.frozen_MD[: 2 * WINDOW], found.states[-1])
+    assert (
+        len(found.frozen.hidden_TD) == 4 * WINDOW
+        and len(found.states[-1]) == 2 * WINDOW
+    )
+    np.testing.assert_array_equal(
+        found.frozen.hidden_TD[: 2 * WINDOW], found.states[-1]
+    )
     model = llama.load(gguf.read(folder / "tiny.gguf"))
-    last = llama.trace(model, found.ids[3 * WINDOW : 4 * WINDOW]).states[-1]
-    np.testing.assert_array_equal(found.frozen_MD[3 * WINDOW :], last)
+    last = llama.trace(model, found.text.ids[3 * WINDOW : 4 * WINDOW]).states[-1]
+    np.testing.assert_array_equal(found.frozen.hidden_TD[3 * WINDOW :], last)
 
 
 def test_every_instrument_reads_a_pretrained_model(capture):
-    sections = captured.sections(capture, captured.QUICK)
-    assert len(sections) == len(captured.QUICK)
+    sections = inspection.of_pretrained(capture)
+    assert len(sections) == len(inspection.PRETRAINED)
     numbers = {section.title: section.numbers for section in sections}
     found = numbers["Rank"]["tiny"]
     assert found["bound"] == llama_test.DIM + 1
@@ -79,17 +88,17 @@ def test_every_instrument_reads_a_pretrained_model(capture):
 def test_an_output_table_of_its_own_is_the_one_that_is_used(tmp_path):
     table_VD = np.random.default_rng(5).normal(size=(llama_test.VOCAB, llama_test.DIM))
     path = llama_test.make_file(tmp_path / "a.gguf", **{"output.weight": table_VD})
-    reading = pretrained.Reading(make_ids(tmp_path), 8, 8)
-    found = pretrained.from_gguf(path, reading)
-    np.testing.assert_allclose(found.table_VD, table_VD, rtol=1e-6)
+    reading = Reading(make_ids(tmp_path), 8, 8)
+    found = llama.from_gguf(path, reading)
+    np.testing.assert_allclose(found.table_VE, table_VD, rtol=1e-6)
 
 
 def test_of_another_architecture_the_head_alone_is_read(tmp_path):
     settings = llama_test.make_settings() | {"general.architecture": "gemma"}
     path = llama_test.make_file(tmp_path / "a.gguf", settings)
-    found = pretrained.from_gguf(path, pretrained.Reading("no such text"))
-    assert found.states == () and len(found.table_VD) == llama_test.VOCAB
-    sections = captured.sections(found, captured.QUICK)
+    found = llama.from_gguf(path, Reading("no such text"))
+    assert found.states is None and len(found.table_VE) == llama_test.VOCAB
+    sections = inspection.of_pretrained(found)
     titles = [section.title for section in sections]
     assert titles == ["Saturation", "What can be on top"]
 
@@ -97,14 +106,14 @@ def test_of_another_architecture_the_head_alone_is_read(tmp_path):
 def test_texts_that_cannot_be_read_are_errors(folder, tmp_path):
     path = folder / "tiny.gguf"
     with pytest.raises(ValueError, match="is no file"):
-        pretrained.from_gguf(path, pretrained.Reading(tmp_path / "none.txt"))
+        llama.from_gguf(path, Reading(tmp_path / "none.txt"))
     with pytest.raises(ValueError, match="three or more"):
-        pretrained.from_gguf(path, pretrained.Reading(make_ids(tmp_path, 2)))
+        llama.from_gguf(path, Reading(make_ids(tmp_path, 2)))
     with pytest.raises(ValueError, match=r"lie in \[0, 37\)"):
-        pretrained.from_gguf(path, pretrained.Reading(make_ids(tmp_path, 90, 50)))
+        llama.from_gguf(path, Reading(make_ids(tmp_path, 90, 50)))
     (tmp_path / "a.txt").write_text("words")
     with pytest.raises((ValueError, ImportError), match="npy|pip install"):
-        pretrained.from_gguf(path, pretrained.Reading(tmp_path / "a.txt"))
+        llama.from_gguf(path, Reading(tmp_path / "a.txt"))
 
 
 @pytest.mark.skipif(
@@ -133,8 +142,8 @@ def test_a_file_s_own_words_and_merges_make_its_tokenizer(tmp_path):
         path = llama_test.make_file(
             tmp_path / "a.gguf", settings | {"tokenizer.ggml.pre": kind}
         )
-        found = pretrained.from_gguf(path, pretrained.Reading(tmp_path / "a.txt"))
-        assert found.ids.tolist() == [5, 6, *digits, 4, 1, 0]
+        found = llama.from_gguf(path, Reading(tmp_path / "a.txt"))
+        assert found.text.ids.tolist() == [5, 6, *digits, 4, 1, 0]
 
 
 @pytest.mark.skipif(
@@ -164,7 +173,7 @@ def test_a_tokenizer_that_cannot_be_is_one_error(changes, tmp_path):
     path = llama_test.make_file(tmp_path / "a.gguf", settings)
     (tmp_path / "a.txt").write_text("ab ab")
     with pytest.raises(ValueError, match="a.gguf"):
-        pretrained.from_gguf(path, pretrained.Reading(tmp_path / "a.txt"))
+        llama.from_gguf(path, Reading(tmp_path / "a.txt"))
 
 
 def test_a_head_that_is_no_table_is_named(folder, tmp_path):
@@ -176,7 +185,7 @@ def test_a_head_that_is_no_table_is_named(folder, tmp_path):
             **{"output.weight": np.ones(5)},
         )
         with pytest.raises(ValueError, match="output.weight of .*a.gguf"):
-            pretrained.from_gguf(path, pretrained.Reading(folder / "ids.npy"))
+            llama.from_gguf(path, Reading(folder / "ids.npy"))
 
 
 def test_ids_in_a_file_that_lies_and_text_that_is_none_are_errors(folder, tmp_path):
@@ -185,16 +194,16 @@ def test_ids_in_a_file_that_lies_and_text_that_is_none_are_errors(folder, tmp_pa
     raw = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header
     (tmp_path / "a.npy").write_bytes(raw + bytes(64))
     with pytest.raises(ValueError, match="a.npy .* there are 64"):
-        pretrained.from_gguf(path, pretrained.Reading(tmp_path / "a.npy"))
+        llama.from_gguf(path, Reading(tmp_path / "a.npy"))
     (tmp_path / "a.txt").write_bytes(b"caf\xe9")
     with pytest.raises(ValueError, match="a.txt is no text in UTF-8"):
-        pretrained.from_gguf(path, pretrained.Reading(tmp_path / "a.txt"))
+        llama.from_gguf(path, Reading(tmp_path / "a.txt"))
 
 
 def test_missing_packages_are_named_with_the_command_that_brings_them(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(ImportError, match=r"pip install 'softbottle\[hf\]'"):
-        pretrained.from_hf("folder", pretrained.Reading("text"))
+        hugging_face.from_hf("folder", Reading("text"))
 
 
 def tiny_hf(name):
@@ -234,26 +243,28 @@ def test_hugging_face_models_come_through_one_door(name, tmp_path):
     model = tiny_hf(name).eval()
     model.save_pretrained(tmp_path / name)
     path = make_ids(tmp_path)
-    found = pretrained.from_hf(tmp_path / name, pretrained.Reading(path, 32, 16))
+    found = hugging_face.from_hf(tmp_path / name, Reading(path, 32, 16))
     ids = torch.tensor(np.load(path)[16:32])[None]
     with torch.no_grad():
         expected = model(ids).logits[0].log_softmax(-1).numpy()
-    blocks = list(captured._by_position(found))
+    blocks = list(predictions.rows(found))
     np.testing.assert_allclose(blocks[0][16:], expected, rtol=1e-4, atol=1e-5)
     assert found.logits_LWHS.shape == (2, 2, 3, 16)
     np.testing.assert_allclose(np.exp(found.logits_LWHS).sum(-1), 1, rtol=1e-5)
-    sections = captured.sections(found, ("rank", "saturation", "attention", "gradient"))
+    sections = inspection.sections(
+        [found], ("rank", "saturation", "attention", "gradient")
+    )
     assert len(sections) == 4
 
 
 @needs_torch
 def test_a_head_that_is_no_softmax_and_a_folder_without_a_model_are_errors(tmp_path):
-    reading = pretrained.Reading(make_ids(tmp_path), 16, 16)
+    reading = Reading(make_ids(tmp_path), 16, 16)
     with pytest.raises(ValueError, match="no config.json"):
-        pretrained.from_hf(tmp_path, reading)
+        hugging_face.from_hf(tmp_path, reading)
     tiny_hf("Gemma2").save_pretrained(tmp_path / "capped")
     with pytest.raises(ValueError, match="changes its logits after the head"):
-        pretrained.from_hf(tmp_path / "capped", reading)
+        hugging_face.from_hf(tmp_path / "capped", reading)
 
 
 def test_the_command_reads_a_gguf_file(folder, tmp_path):
@@ -269,7 +280,7 @@ def test_a_file_cut_short_is_an_error(folder, tmp_path):
     whole = (folder / "tiny.gguf").read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ValueError, match="cut short"):
-        pretrained.from_gguf(path, pretrained.Reading(folder / "ids.npy"))
+        llama.from_gguf(path, Reading(folder / "ids.npy"))
     gguf_test.write_arrays(path, {}, {"other": np.ones(3)})
     with pytest.raises(ValueError, match="token_embd.weight"):
-        pretrained.from_gguf(path, pretrained.Reading(folder / "ids.npy"))
+        llama.from_gguf(path, Reading(folder / "ids.npy"))

@@ -1,14 +1,16 @@
 """Inner states of our own runs, and the walk along a run's checkpoints."""
 
+import types
+
 import jax
 import numpy as np
 import pytest
 
+from softbottle import backbones, model
 from softbottle import config as config_lib
-from softbottle import model
 from softbottle.analysis import inspection
 from softbottle.analysis.instruments import attention_layers
-from softbottle.analysis.sources import run as training
+from softbottle.analysis.sources import run as source
 from softbottle.data import corpus
 from softbottle.training import checkpoint, evaluate, state
 from tests import tiny
@@ -38,7 +40,7 @@ def make_run(backbone, layers=2):
 
 def test_every_layer_of_an_lstm_is_seen_and_its_state_carries_over():
     run = make_run("awd_lstm")
-    found = training.inner(run, IDS)
+    found = source.inner(run, IDS)
     widths = [one.shape for one in found.states]
     assert widths == [(3 * LENGTH, width) for width in (8, 12, 8)]
     assert found.logits_LWHS is None
@@ -68,7 +70,7 @@ def lstm(inputs_SI, params):
 
 def test_every_layer_of_a_transformer_is_seen_with_its_attention():
     run = make_run("transformer")
-    found = training.inner(run, IDS)
+    found = source.inner(run, IDS)
     assert [one.shape[1] for one in found.states] == [8, 12, 8]
     assert found.logits_LWHS.shape == (2, 3, 2, LENGTH)
     # What the head reads is what evaluation reads, stretch by stretch.
@@ -119,29 +121,58 @@ def workdir(tmp_path_factory):
 
 
 def test_the_walk_meets_every_checkpoint_of_the_series_in_order(workdir):
-    assert training.steps(workdir) == [1, 2, 4]
+    assert source.steps(workdir) == [1, 2, 4]
     run = state.load_run(workdir, "float32")
-    found = list(training.checkpoints(workdir, run, IDS))
+    series = source.Series(workdir, run, IDS, source.make_reader(run))
+    found = list(series)
+    assert [step for step, *_ in series] == [1, 2, 4]  # it may be walked again
     assert [step for step, *_ in found] == [1, 2, 4]
     tables = [table_VE for _, table_VE, _, _ in found]
     assert not np.allclose(tables[0], tables[1])
     _, table_VE, states_ND, loss = found[1]
     assert run.step == 2
     np.testing.assert_array_equal(table_VE, run.model.output(run.params)[1][:VOCAB])
-    np.testing.assert_array_equal(states_ND, training.inner(run, IDS).states[-1])
+    np.testing.assert_array_equal(states_ND, source.inner(run, IDS).states[-1])
     score = evaluate.make_evaluator(run.model)
     assert loss == pytest.approx(score(run.params, IDS, 1, LENGTH).loss, rel=1e-6)
 
 
+def test_a_walk_along_the_series_traces_the_trunk_once(workdir, monkeypatch):
+    run, traced = state.load_run(workdir, "float32"), []
+    backbone = backbones.make(run.config)
+
+    def apply(*arguments, **settings):
+        traced.append(arguments)
+        return backbone.apply(*arguments, **settings)
+
+    counted = types.SimpleNamespace(apply=apply, initial_carry=backbone.initial_carry)
+    monkeypatch.setattr(source.backbones, "make", lambda config: counted)
+    parts = {"states", "series"}
+    found = source.read(workdir, parts, positions=3 * LENGTH)
+    assert len(list(found.series)) == 3
+    assert len(traced) == 1
+
+
+def test_only_the_parts_that_are_asked_for_are_read(workdir):
+    found = source.read(workdir, {"tokens"}, positions=50)
+    assert sum(len(block.labels_T) for block in found.tokens) == 50
+    for name in ("states", "mixed", "frozen", "text", "validations", "series"):
+        assert getattr(found, name) is None
+
+
 def test_the_report_has_the_run_s_curves_and_its_inner_layers(workdir):
     instruments = ["saturation", "training", "attention"]
-    layers, curves = inspection.of_runs([workdir], instruments, positions=50)
+    found = inspection.of_runs([workdir], instruments, positions=50)
+    layers, curves, skipped = found
+    assert skipped.reading == (
+        "skipped: series: no attention logits of its layers are known."
+    )
     assert len(layers.numbers["series"]["anisotropy_L"]) == 2
     assert curves.numbers["series"]["step_M"].tolist() == [1, 2, 4]
     assert "3 checkpoints are too few" in curves.reading
 
 
 def test_a_run_without_a_series_has_no_steps(tmp_path):
-    assert training.steps(tmp_path) == []
+    assert source.steps(tmp_path) == []
     with pytest.raises(ValueError, match="two words"):
-        training.inner(make_run("window"), IDS[:1])
+        source.inner(make_run("window"), IDS[:1])

@@ -9,7 +9,8 @@ import types
 import numpy as np
 import pytest
 
-from softbottle.analysis.sources import pretrained
+from softbottle.analysis.sources import hugging_face
+from softbottle.analysis.sources.reading import Reading
 from tests import ROOT
 
 HAS_TORCH = all(map(importlib.util.find_spec, ("torch", "transformers")))
@@ -22,7 +23,7 @@ needs_torch = pytest.mark.skipif(
 def make_reading(folder):
     path = folder / "ids.npy"
     np.save(path, np.random.default_rng(0).integers(0, 31, 40))
-    return pretrained.Reading(path, positions=16, window=16)
+    return Reading(path, positions=16, window=16)
 
 
 @needs_torch
@@ -37,12 +38,12 @@ def test_a_folder_that_holds_a_pickle_alone_is_refused(tmp_path):
     config.save_pretrained(tmp_path / "model")
     torch.save(model.state_dict(), tmp_path / "model" / "pytorch_model.bin")
     with pytest.raises((ValueError, OSError), match="safetensors") as raised:
-        pretrained.from_hf(tmp_path / "model", make_reading(tmp_path))
+        hugging_face.from_hf(tmp_path / "model", make_reading(tmp_path))
     assert "\n" not in str(raised.value).strip()
     assert str(tmp_path / "model") in str(raised.value)
     # The same parameters as safetensors are read.
     model.save_pretrained(tmp_path / "model")
-    capture = pretrained.from_hf(tmp_path / "model", make_reading(tmp_path))
+    capture = hugging_face.from_hf(tmp_path / "model", make_reading(tmp_path))
     assert len(capture.states[-1]) == 16
 
 
@@ -61,7 +62,7 @@ def test_transformers_is_asked_for_safetensors(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", stand_in)
     (tmp_path / "config.json").write_text(json.dumps({}))
     with pytest.raises(OSError, match="nothing is loaded"):
-        pretrained.from_hf(tmp_path, make_reading(tmp_path))
+        hugging_face.from_hf(tmp_path, make_reading(tmp_path))
     assert [settings["use_safetensors"] for settings in asked] == [True]
 
 

@@ -6,6 +6,7 @@ import lzma
 import numpy as np
 import pytest
 
+from softbottle.analysis import inspection
 from softbottle.analysis.instruments import ngram
 from softbottle.analysis.sources import texts
 
@@ -39,7 +40,8 @@ def test_texts_are_compared_over_as_many_words_each(tmp_path):
     for name, length in lengths.items():
         words = " ".join(map(str, rng.integers(0, 20, length)))
         (tmp_path / name).write_text(words)
-    section = texts.section([tmp_path / name for name in lengths], vocab=50)
+    paths = [tmp_path / name for name in lengths]
+    (section,) = inspection.of_texts(paths, vocab=50)
     assert section.numbers["words"] == 500
     ids = texts.frequent(texts.words(tmp_path / "long")[:500], 50)
     table = ngram.next_word(ids, 50, 2)
@@ -59,7 +61,7 @@ def test_bad_texts_are_errors(tmp_path):
     with pytest.raises(ValueError, match="UTF-8"):
         texts.words(tmp_path / "a")
     with pytest.raises(ValueError, match="different names"):
-        texts.section([tmp_path / "a", tmp_path / "a"])
+        texts.captures([tmp_path / "a", tmp_path / "a"])
 
 
 def test_a_byte_order_mark_is_no_part_of_the_first_word(tmp_path):

@@ -1,14 +1,14 @@
-"""What the one who reads a report may ask of all instruments."""
+"""What the reader of a report may set for all instruments."""
 
 from typing import NamedTuple
 
 
-class Asked(NamedTuple):
-    """How closely to look.
+class Settings(NamedTuple):
+    """How closely the instruments look.
 
     Attributes:
         order: n of the n-grams of a text.
-        dimensions: of their next-word matrix, at most; None leaves it to the subject.
+        dimensions: of their next-word matrix, at most; None takes the capture's own.
         precision: in which log-probabilities are computed for their rank, "float32"
             or "float64".
     """
@@ -18,4 +18,4 @@ class Asked(NamedTuple):
     precision: str = "float32"
 
 
-USUAL = Asked()
+DEFAULT = Settings()

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 from scipy import special
 
-from softbottle.analysis import captured
-from softbottle.analysis.asked import Asked
+from softbottle.analysis import capture as capture_lib
+from softbottle.analysis import inspection
 from softbottle.analysis.instruments import lowrank
+from softbottle.analysis.settings import Settings
 
 
 def make_capture(positions=41, vocab=97, dim=5, bias=True, **changes):
@@ -19,19 +20,19 @@ def make_capture(positions=41, vocab=97, dim=5, bias=True, **changes):
         "labels_N": rng.integers(0, vocab, positions),
         "ids": rng.integers(0, vocab, 300),
     }
-    return captured.Capture(**values | changes)
+    return capture_lib.of_softmax(**values | changes)
 
 
 def log_probs(capture):
-    logits_NV = capture.states[-1].astype(float) @ capture.table_VD.T.astype(float)
-    return special.log_softmax(logits_NV + captured._bias(capture), axis=1)
+    logits_NV = capture.states[-1].astype(float) @ capture.table_VE.T.astype(float)
+    return special.log_softmax(logits_NV + capture_lib.bias_or_zeros(capture), axis=1)
 
 
 @pytest.mark.parametrize("positions, vocab", [(41, 97), (300, 31)])
 @pytest.mark.parametrize("bias", [True, False])
 def test_the_spectrum_is_that_of_the_dense_matrix(positions, vocab, bias):
     capture = make_capture(positions, vocab, bias=bias)
-    (section,) = captured.sections(capture, ["rank"])
+    (section,) = inspection.sections([capture], ["rank"])
     found = section.numbers["made"]
     assert found["ranks"]["shape"] == (positions, vocab)
     assert found["ranks"]["ranks"]["float32"] == found["bound"] == (7 if bias else 6)
@@ -41,9 +42,9 @@ def test_the_spectrum_is_that_of_the_dense_matrix(positions, vocab, bias):
 
 def test_the_loss_and_the_divergence_are_those_of_the_dense_matrix():
     capture = make_capture()
-    (section,) = captured.sections(capture, ["rank"])
+    (section,) = inspection.sections([capture], ["rank"])
     log_p_NV = log_probs(capture)
-    nll = -np.mean(log_p_NV[np.arange(41), capture.labels_N])
+    nll = -np.mean(log_p_NV[np.arange(41), capture.tokens[0].labels_T])
     assert section.numbers["made"]["loss"] == pytest.approx(nll, rel=1e-5)
     kl_NN = special.rel_entr(np.exp(log_p_NV)[:, None], np.exp(log_p_NV)[None]).sum(-1)
     assert section.numbers["made"]["kl"] == pytest.approx(kl_NN.mean(), rel=1e-4)
@@ -51,7 +52,9 @@ def test_the_loss_and_the_divergence_are_those_of_the_dense_matrix():
 
 def test_an_instrument_without_its_arrays_has_no_section():
     bare = make_capture(states=(), labels_N=None, ids=None)
-    titles = [one.title for one in captured.sections(bare, captured.INSTRUMENTS)]
+    titles = [
+        one.title for one in inspection.sections([bare], list(inspection.INSTRUMENTS))
+    ]
     assert titles == ["Saturation", "What can be on top"]
 
 
@@ -65,11 +68,11 @@ def test_heads_of_limited_rank_are_over_the_words_that_occur(monkeypatch):
     monkeypatch.setattr(lowrank, "cut", cut)
     words_N = np.random.default_rng(1).choice([5, 8, 60], 41)
     capture = make_capture(labels_N=words_N)
-    captured.sections(capture, ["lowrank"])
+    inspection.sections([capture], ["lowrank"])
     hidden_ND, labels_N, ranks, own = asked
     assert ranks == [1, 2, 4, 5]
     np.testing.assert_array_equal(np.array([5, 8, 60])[labels_N], words_N)
-    np.testing.assert_array_equal(own.table_VD, capture.table_VD[[5, 8, 60]])
+    np.testing.assert_array_equal(own.table_VD, capture.table_VE[[5, 8, 60]])
     np.testing.assert_array_equal(own.bias_V, capture.bias_V[[5, 8, 60]])
     np.testing.assert_array_equal(hidden_ND, capture.states[-1])
 
@@ -80,15 +83,15 @@ def test_they_are_trained_on_more_of_the_text_where_there_is_more(monkeypatch):
     monkeypatch.setattr(lowrank, "section", lambda found: None)
     frozen_MD = np.random.default_rng(2).normal(size=(120, 5))
     capture = make_capture(frozen_MD=frozen_MD)
-    captured.sections(capture, ["lowrank"])
+    inspection.sections([capture], ["lowrank"])
     hidden_ND, labels_N, _, _ = asked
     np.testing.assert_array_equal(hidden_ND, frozen_MD)
-    words_U = np.unique(capture.ids[1:121])
-    np.testing.assert_array_equal(words_U[labels_N], capture.ids[1:121])
+    words_U = np.unique(capture.text.ids[1:121])
+    np.testing.assert_array_equal(words_U[labels_N], capture.text.ids[1:121])
 
 
 def test_the_width_of_the_model_is_shown_beside_its_text():
-    (section,) = captured.sections(make_capture(), ["ngram"])
+    (section,) = inspection.sections([make_capture()], ["ngram"])
     (found,) = section.numbers.values()
     assert len(found["error_D"]) == 2 * 5 + 1
     assert found["at the width of made"] == found["error_D"][5]
@@ -96,23 +99,23 @@ def test_the_width_of_the_model_is_shown_beside_its_text():
 
 
 def test_in_float64_both_tolerances_agree_on_a_softmax():
-    asked = Asked(precision="float64")
-    (section,) = captured.sections(make_capture(), ["rank"], asked)
+    settings = Settings(precision="float64")
+    (section,) = inspection.sections([make_capture()], ["rank"], settings)
     ranks = section.numbers["made"]["ranks"]
     assert ranks["entries"] == "float64"
     assert ranks["ranks"] == {"float32": 7, "float64": 7}
 
 
 def test_a_large_vocabulary_is_sampled(monkeypatch):
-    monkeypatch.setattr(captured, "_WORDS", 10)
-    (section,) = captured.sections(make_capture(), ["argmax"])
+    monkeypatch.setattr(capture_lib, "WORDS", 10)
+    (section,) = inspection.sections([make_capture()], ["argmax"])
     assert section.numbers["words"]["made"]["tried"] == 10
 
 
 def test_bad_arrays_and_unknown_instruments_are_errors():
     with pytest.raises(ValueError, match="telescope"):
-        captured.sections(make_capture(), ["telescope"])
+        inspection.sections([make_capture()], ["telescope"])
     with pytest.raises(ValueError, match=r"\(41, 4\)"):
-        captured.sections(make_capture(states=[np.ones((41, 4))]), ["rank"])
+        make_capture(states=[np.ones((41, 4))])
     with pytest.raises(ValueError, match="not finite"):
-        captured.sections(make_capture(table_VD=np.full((97, 5), np.nan)), ["rank"])
+        make_capture(table_VD=np.full((97, 5), np.nan))

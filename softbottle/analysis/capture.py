@@ -1,0 +1,285 @@
+"""What an instrument may look at: the arrays that a model holds along a text.
+
+Every source (a run, a GGUF file, a Hugging Face model, arrays, a text) yields this one
+type. A field that a source cannot fill, or was not asked to, is None; the instruments
+that need it are left out (inspection.py).
+
+Axes: N and M positions, L layers (of `AttentionRows`: tokens), W stretches of S
+positions, H attention heads, R rows of attention, M also models.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
+
+from softbottle.data import vocab as vocab_lib
+from softbottle.heads import Head
+from softbottle.ops.mixture.activations import SOFTMAX, Activation
+
+SAMPLE = 1024  # positions whose gradients are measured
+WORDS = 4096  # of a vocabulary, at most, that are tried for the first place
+_WIDE = 64  # width up to which large sets of words are tried
+
+
+class Tokens(NamedTuple):
+    """Positions of a text as a head reads them.
+
+    Attributes:
+        hidden_TD: the states.
+        labels_T: the words that follow them, or None.
+    """
+
+    hidden_TD: np.ndarray
+    labels_T: np.ndarray | None
+
+
+class Mixed(NamedTuple):
+    """Positions of a text behind the head's own projections.
+
+    Attributes:
+        log_prior_TK: log mixture weights.
+        context_TKE: what each component multiplies the table by.
+        labels_T: the words that follow.
+        activation: the head's g.
+        ranks: numbers of leading directions of the table to measure beside all of them.
+    """
+
+    log_prior_TK: np.ndarray
+    context_TKE: np.ndarray
+    labels_T: np.ndarray
+    activation: Activation = SOFTMAX
+    ranks: Sequence[int] = ()
+
+
+class Readout(NamedTuple):
+    """A head that is more than softmax(h W' + b).
+
+    Attributes:
+        head: the head.
+        output: its parameters, table and bias, rows beyond the vocabulary included.
+        options: of its operations.
+    """
+
+    head: Head
+    output: tuple[Any, Any, Any]
+    options: dict[str, Any]
+
+
+class Trials(NamedTuple):
+    """What is tried for the first place, where one linear map ranks the words.
+
+    Attributes:
+        words: the words; None for all.
+        sizes: of sets of words.
+        sets: random sets per size.
+    """
+
+    words: np.ndarray | None
+    sizes: Sequence[int]
+    sets: int
+
+
+class Text(NamedTuple):
+    """A text whose n-grams are counted.
+
+    Attributes:
+        ids: its words or tokens.
+        vocab: ids are below it.
+        dimensions: of its next-word matrix, at most.
+        title: what it is called; {} stands for the names of the models that read it.
+    """
+
+    ids: np.ndarray
+    vocab: int
+    dimensions: int
+    title: str = "{}"
+
+
+class Checkpoint(NamedTuple):
+    """A run at one of its steps; the states are the last layer's along a text."""
+
+    step: int
+    table_VE: np.ndarray
+    states_ND: np.ndarray
+    loss: float
+
+
+class AttentionRows(NamedTuple):
+    """Attention logits over L tokens, one row per head or query, and the tokens."""
+
+    logits_RL: np.ndarray
+    values_LD: np.ndarray
+
+
+class Models(NamedTuple):
+    """Sizes, texts and losses of trained models, for their scaling law."""
+
+    parameters_M: np.ndarray
+    tokens_M: np.ndarray
+    loss_M: np.ndarray
+    names: Sequence[str] | None
+    fitted_M: np.ndarray | None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Capture:
+    """What a model holds while it reads a text.
+
+    Attributes:
+        name: of the model, or of the text where there is no model.
+        table_VE: its output table, words only.
+        bias_V: its output bias.
+        readout: its head; None stands for softmax(h W' + b).
+        tokens: what the head reads along the text, in blocks.
+        mixed: the start of the text behind the head's projections.
+        frozen: states and labels on which heads of limited rank are trained.
+        trials: words and sets of words that are tried for the first place; None where
+            no linear map ranks the words.
+        states: [N, D] by layer, the embedded words first; the head reads the last.
+        logits_LWHS: attention logits of the last position of each of W stretches of S
+            positions, by layer and head, N = W S.
+        text: whose n-grams are counted.
+        validations: lines of a run's metrics, if one of them is a validation.
+        series: a run's checkpoints at log-spaced steps, read one at a time.
+        attention_rows: of an attention layer by itself.
+        models: of several sizes.
+    """
+
+    name: str
+    table_VE: np.ndarray | None = None
+    bias_V: np.ndarray | None = None
+    readout: Readout | None = None
+    tokens: Sequence[Tokens] | None = None
+    mixed: Mixed | None = None
+    frozen: Tokens | None = None
+    trials: Trials | None = None
+    states: Sequence[np.ndarray] | None = None
+    logits_LWHS: np.ndarray | None = None
+    text: Text | None = None
+    validations: list[dict[str, Any]] | None = None
+    series: Iterable[Checkpoint] | None = None
+    attention_rows: AttentionRows | None = None
+    models: Models | None = None
+
+
+def of_softmax(
+    name: str,
+    table_VD: np.ndarray,
+    bias_V: np.ndarray | None = None,
+    states: Sequence[np.ndarray] = (),
+    labels_N: np.ndarray | None = None,
+    logits_LWHS: np.ndarray | None = None,
+    ids: np.ndarray | None = None,
+    frozen_MD: np.ndarray | None = None,
+) -> Capture:
+    """The capture of a model whose head is softmax(h W' + b).
+
+    Args:
+        name: of the model.
+        table_VD: its output table.
+        bias_V: its output bias, or None.
+        states: by layer; empty if only the head is known.
+        labels_N: the tokens that follow, or None.
+        logits_LWHS: attention logits, or None.
+        ids: the whole text in tokens, or None.
+        frozen_MD: what the head reads along more of the text, from its start, for
+            instruments that train; None if `states` are all.
+
+    Raises:
+        ValueError: for shapes that disagree or entries that are not finite.
+    """
+    _check(table_VD, bias_V, states, labels_N)
+    vocab, dim = table_VD.shape
+    last = Tokens(states[-1], labels_N) if len(states) else None
+    labelled = last if labels_N is not None else None
+    frozen = labelled
+    if labelled and frozen_MD is not None and len(frozen_MD) > len(labels_N):
+        frozen = Tokens(frozen_MD, ids[1 : len(frozen_MD) + 1])
+    large = (dim // 4, dim // 2, dim) if dim <= _WIDE else (4,)
+    words = np.linspace(0, vocab - 1, min(vocab, WORDS)).astype(int)
+    return Capture(
+        name,
+        table_VD,
+        bias_V,
+        tokens=[last] if last else None,
+        mixed=_mixed(labelled, table_VD) if labelled else None,
+        frozen=frozen,
+        trials=Trials(words, sizes_below(vocab, (1, 2, *large)), 5),
+        states=list(states) or None,
+        logits_LWHS=logits_LWHS,
+        text=None if ids is None else Text(ids, vocab, 2 * dim, "text in tokens of {}"),
+    )
+
+
+def bias_or_zeros(capture: Capture) -> np.ndarray:
+    """The bias, or zeros where the model has none."""
+    if capture.bias_V is None:
+        return np.zeros(len(capture.table_VE), capture.table_VE.dtype)
+    return capture.bias_V
+
+
+def joined(blocks: Sequence[Tokens]) -> Tokens:
+    """Blocks of a text as one, without a copy where there is one."""
+    if len(blocks) == 1:
+        return blocks[0]
+    hidden, labels = zip(*blocks, strict=True)
+    return Tokens(np.concatenate(hidden), np.concatenate(labels))
+
+
+def powers(most: int) -> list[int]:
+    """1, 2, 4, ... below `most`, and `most` itself."""
+    return sorted({min(2**power, most) for power in range(most.bit_length() + 1)})
+
+
+def sizes_below(vocab: int, sizes: Sequence[int]) -> list[int]:
+    """Sizes of sets that leave a word out, rising."""
+    return sorted({size for size in sizes if 0 < size < vocab})
+
+
+def real(name: str, values: ArrayLike, dtype: DTypeLike = np.float64) -> np.ndarray:
+    """Real numbers in a floating type.
+
+    Raises:
+        ValueError: if they are complex: a cast would drop their imaginary part.
+    """
+    if np.iscomplexobj(values):
+        raise ValueError(
+            f"{name} must be real, got {np.asarray(values).dtype}; give its real and "
+            "imaginary parts as two arrays."
+        )
+    return np.asarray(values, dtype)
+
+
+def _mixed(tokens, table_VD):
+    """One component, whose context is the state itself."""
+    hidden_TD = tokens.hidden_TD[:SAMPLE]
+    dim = table_VD.shape[1]
+    width = np.linalg.matrix_rank(table_VD) if dim < _WIDE else dim
+    return Mixed(
+        np.zeros((len(hidden_TD), 1), np.float32),
+        hidden_TD[:, None],
+        tokens.labels_T[:SAMPLE],
+        ranks=powers(int(width)),
+    )
+
+
+def _check(table_VD, bias_V, states, labels_N):
+    shapes = [state.shape for state in states[-1:]]
+    if table_VD.ndim != 2 or any(
+        len(shape) != 2 or shape[1:] != table_VD.shape[1:] for shape in shapes
+    ):
+        raise ValueError(
+            f"hidden {shapes} and table {table_VD.shape} must be [N, D] and [V, D]."
+        )
+    if bias_V is not None and np.shape(bias_V) != table_VD.shape[:1]:
+        raise ValueError(f"bias {np.shape(bias_V)} must be [V] = {table_VD.shape[:1]}.")
+    for name, array in (("hidden", states[-1:]), ("table", table_VD), ("bias", bias_V)):
+        if array is not None and not np.all(np.isfinite(real(name, array, None))):
+            raise ValueError(f"{name} has entries that are not finite.")
+    if labels_N is not None:
+        if labels_N.shape != states[-1].shape[:1]:
+            raise ValueError(f"labels {labels_N.shape} must be [N] as hidden {shapes}.")
+        vocab_lib.check_ids("labels", labels_N, len(table_VD))

@@ -1,0 +1,89 @@
+"""log P of a capture along its text, in blocks: it is never held whole.
+
+A head's own operation gives the blocks where there is one. Otherwise
+
+    log P = H W' + 1 b' - s 1',    s_n = logsumexp_v (H W' + 1 b')_nv
+
+for states H [N, D], a table W [V, D] and a bias b. Its singular values are those of
+its transpose, so that a Gram matrix may be made of the shorter side: `columns` lets
+the words of a large vocabulary pass by in blocks.
+
+Axes: C positions, or words, of a block.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from scipy import special
+
+from softbottle import ops
+from softbottle.analysis.capture import Capture, bias_or_zeros, joined
+
+_BLOCK = 256  # positions, or words, whose logits are held at a time
+
+
+class Block(NamedTuple):
+    """A stretch of text: log P, the mixture weights, and log P_k of the labels."""
+
+    log_p_CV: jax.Array
+    log_prior_CK: jax.Array
+    log_label_CK: jax.Array
+
+
+def mixtures(capture: Capture, precision: str = "float32") -> Iterator[Block]:
+    """The predictions of a capture's own head, a block of its tokens at a time.
+
+    The states are in the trunk's precision and the head computes in the one asked for.
+    That is all a rank needs: its bounds hold whatever the states are.
+    """
+    head, output, options = capture.readout
+    vocab, options = options["vocab"], options | {"compute_dtype": None}
+
+    @jax.jit
+    def predict(output, hidden_CD, labels_C):
+        params, table_VE, bias_V = output
+        log_p_CV = head.log_probs(*output, hidden_CD, **options)
+        log_prior_CK, context_CKE = head.mix(params, hidden_CD)
+        logits = context_CKE, table_VE, bias_V, labels_C, head.activation(params)
+        score_CK, lse_CK = ops.scores(*logits, **options)
+        return Block(log_p_CV[:, :vocab], log_prior_CK, score_CK - lse_CK)
+
+    for hidden_CD, labels_C in capture.tokens:
+        with jax.enable_x64(precision == "float64"):
+            inputs = jax.tree.map(
+                lambda leaf: jnp.asarray(leaf, precision), (output, hidden_CD)
+            )
+            block = predict(*inputs, labels_C)
+        yield block
+
+
+def rows(capture: Capture, precision: str = "float32") -> Iterator[np.ndarray]:
+    """log P of a softmax in blocks of positions."""
+    hidden_ND, table_VD, bias_V = _softmax(capture, precision)
+    for start in range(0, len(hidden_ND), _BLOCK):
+        logits_CV = hidden_ND[start : start + _BLOCK] @ table_VD.T + bias_V[None]
+        yield special.log_softmax(logits_CV, axis=1)
+
+
+def columns(capture: Capture, precision: str) -> Iterator[np.ndarray]:
+    """The transpose of log P of a softmax in blocks of words."""
+    hidden_ND, table_VD, bias_V = _softmax(capture, precision)
+    lse_N = np.concatenate(
+        [
+            special.logsumexp(hidden_CD @ table_VD.T + bias_V[None], axis=1)
+            for hidden_CD in np.split(hidden_ND, range(_BLOCK, len(hidden_ND), _BLOCK))
+        ]
+    )
+    for start in range(0, len(table_VD), _BLOCK):
+        stop = start + _BLOCK
+        logits_CN = table_VD[start:stop] @ hidden_ND.T + bias_V[start:stop, None]
+        yield logits_CN - lse_N[None]
+
+
+def _softmax(capture, precision):
+    hidden_ND = joined(capture.tokens).hidden_TD
+    arrays = hidden_ND, capture.table_VE, bias_or_zeros(capture)
+    return [np.asarray(array, precision) for array in arrays]
