@@ -13,13 +13,12 @@ Nothing is downloaded unless --hf names a model that is no folder.
 
 import pathlib
 
-from absl import app, flags
-
 from softbottle import command
 from softbottle.analysis import captured, inspection, report
 from softbottle.analysis.asked import Asked
 from softbottle.analysis.instruments import rank
 from softbottle.analysis.sources import pretrained, texts
+from softbottle.command import app, flags
 
 WORKDIRS = flags.DEFINE_multi_string("workdir", [], "A run; give several to compare.")
 ARRAYS = flags.DEFINE_string(
