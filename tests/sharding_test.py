@@ -87,6 +87,7 @@ CURVES = [
 OTHER_HEADS = ["moc", "sigsoftmax", "moss", "gss", "plif", "lowrank"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head, backbone, layout", CURVES)
 def test_twenty_losses_equal_those_of_one_device(head, backbone, layout):
     parts = Parts(make_config(head, backbone, layout))
