@@ -175,6 +175,7 @@ def make_run(folder, layout, steps):
     return config
 
 
+@pytest.mark.slow
 def test_a_run_that_moves_from_mesh_to_mesh_is_the_same_run(tmp_path):
     rng = np.random.default_rng(0)
     for name, lines in (("train", 300), ("valid", 20), ("test", 20)):
