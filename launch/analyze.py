@@ -13,14 +13,13 @@ Nothing is downloaded unless --hf names a model that is no folder.
 
 import pathlib
 
-from absl import app, flags
-
 from softbottle import command
 from softbottle.analysis import inspection, report
 from softbottle.analysis.instruments import rank
 from softbottle.analysis.settings import Settings
 from softbottle.analysis.sources import hugging_face, llama
 from softbottle.analysis.sources.reading import Reading
+from softbottle.command import app, flags
 
 WORKDIRS = flags.DEFINE_multi_string("workdir", [], "A run; give several to compare.")
 ARRAYS = flags.DEFINE_string(

@@ -14,11 +14,9 @@ import importlib.util
 import json
 import pathlib
 
-from absl import flags
-from ml_collections import config_flags
-
 from softbottle import command
 from softbottle.bench import race, table, worker
+from softbottle.command import config_flags, flags
 from softbottle.ops.lstm import api as lstm
 
 # What a suite needs is imported when it is run: a step takes the whole training system,

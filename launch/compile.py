@@ -12,11 +12,9 @@ arithmetic on makers' figures and was not measured anywhere.
 import json
 import pathlib
 
-from absl import app, flags
-from ml_collections import config_flags
-
 from softbottle import command
 from softbottle.bench import plan
+from softbottle.command import app, config_flags, flags
 
 CONFIG = config_flags.DEFINE_config_file("config", help_string="A file of configs/.")
 TOPOLOGY = flags.DEFINE_string("topology", None, "v5e:16x16, v5p:4x4x4, v6e:8x8, h200.")

@@ -13,9 +13,8 @@ import dataclasses
 import json
 import pathlib
 
-from absl import flags
-
 from softbottle import command
+from softbottle.command import flags
 from softbottle.data import corpus
 from softbottle.experiments import continuation
 from softbottle.training import state

@@ -16,9 +16,8 @@ Prints a table, and one JSON line with the same numbers.
 import json
 import time
 
-from absl import app, flags
-
 from softbottle import command
+from softbottle.command import app, flags
 from softbottle.data import corpus, lines
 from softbottle.data.vocab import UNK
 from softbottle.scoring import dynamic

@@ -4,9 +4,8 @@ python launch/export.py --workdir runs/ptb-mos --folder exported
 python launch/export.py --workdir runs/moved --folder exported --read
 """
 
-from absl import flags
-
 from softbottle import command
+from softbottle.command import flags
 from softbottle.scoring import export
 
 WORKDIR = flags.DEFINE_string("workdir", None, "The run.", required=True)

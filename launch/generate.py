@@ -9,9 +9,9 @@ A prompt of "-" reads standard input, a prompt a line.
 import sys
 
 import numpy as np
-from absl import flags
 
 from softbottle import command
+from softbottle.command import flags
 from softbottle.data.vocab import printable
 from softbottle.scoring import generate
 from softbottle.training import state

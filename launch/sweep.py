@@ -12,10 +12,8 @@ cores; of objectives objectives.json and objectives.md, in about two minutes a r
 scratch. Started again, it goes on where it stopped.
 """
 
-from absl import app, flags
-from ml_collections import config_flags
-
 from softbottle import command
+from softbottle.command import app, config_flags, flags
 from softbottle.experiments import objectives, sweep
 
 CONFIG = config_flags.DEFINE_config_file(

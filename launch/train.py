@@ -16,10 +16,8 @@ the others by itself; elsewhere --coordinator, --processes and --process say who
 
 import pathlib
 
-from absl import app, flags
-from ml_collections import config_flags
-
 from softbottle import command, distributed
+from softbottle.command import app, config_flags, flags
 from softbottle.experiments import trial
 
 CONFIG = config_flags.DEFINE_config_file("config", help_string="A file of configs/.")

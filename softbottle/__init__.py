@@ -8,6 +8,9 @@ Importing this package loads jax and nothing heavier; training, data and analysi
 in the submodules.
 """
 
+import importlib
+import types
+
 from softbottle import ops
 from softbottle.heads import (
     Cached,
@@ -49,3 +52,10 @@ __all__ = [
     "softcap",
     "softmax",
 ]
+
+
+def __getattr__(name: str) -> types.ModuleType:
+    # Imported at first use: it needs flax, which is no dependency of the core.
+    if name == "modules":
+        return importlib.import_module("softbottle.modules")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

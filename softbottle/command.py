@@ -4,8 +4,13 @@ What a user can mend (a flag, a setting, a file, a missing package) is told in o
 on stderr, and the exit status is 2; a run that failed by itself (a full disk, a loss
 that is no number) is told in one line too, with status 1. `--traceback` shows where
 either came from. Anything else is a bug and shows its traceback anyway.
+
+A program imports this module first, and takes absl and ml_collections from here, so
+that packages which are not installed are told in one line, too: importing this module
+exits with status 2 then.
 """
 
+import importlib.util
 import itertools
 import math
 import pathlib
@@ -15,11 +20,30 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
+if _missing := [
+    name
+    for name in (
+        *("absl", "flax", "matplotlib", "ml_collections", "ml_dtypes", "optax"),
+        *("orbax", "tqdm"),
+    )
+    if importlib.util.find_spec(name) is None
+]:
+    _extra = "analysis" if sys.argv[0].endswith("analyze.py") else "train"
+    print(
+        f"{sys.argv[0]} needs packages that are not installed ({', '.join(_missing)}): "
+        f"pip install 'softbottle[{_extra}]'",
+        file=sys.stderr,
+    )
+    sys.exit(2)
+
 from absl import app, flags, logging
+from ml_collections import config_flags
 
 from softbottle import config as config_lib
 from softbottle.training.checkpoint import CheckpointError
 from softbottle.training.metrics import NonFiniteLossError, WriteError
+
+__all__ = ["app", "config_flags", "define_float", "flags", "run"]
 
 REFUSED, FAILED, INTERRUPTED = 2, 1, 130
 TRACEBACK = flags.DEFINE_bool(
@@ -27,13 +51,25 @@ TRACEBACK = flags.DEFINE_bool(
 )
 _OF_THE_RUN = (CheckpointError, NonFiniteLossError, WriteError)
 _OF_THE_USER = (ValueError, OSError, ImportError, app.UsageError, flags.Error)
+# Modules that are imported only when a corpus asks for them, and their extra. A text
+# that is encoded already needs no pyarrow.
+_EXTRAS = {
+    "importlib_resources": "data",
+    "pyarrow": "train",
+    "tensorflow_datasets": "data",
+}
 
 
 def define_float(
-    name: str, default: float, told: str, **bounds: float
+    name: str,
+    default: float,
+    told: str,
+    *,
+    lower_bound: float | None = None,
+    upper_bound: float | None = None,
 ) -> flags.FlagHolder[float]:
     """A flag that is a finite number, between `lower_bound` and `upper_bound`."""
-    holder = flags.DEFINE_float(name, default, told, **bounds)
+    holder = flags.DEFINE_float(name, default, told, lower_bound, upper_bound)
     flags.register_validator(holder, math.isfinite, f"--{name} must be finite")
     return holder
 
@@ -94,6 +130,9 @@ def _line(error):
     text = str(error).strip()
     if isinstance(error, app.UsageError | flags.Error):
         return text.splitlines()[-1].strip() if text else "the flags are wrong"
+    if isinstance(error, ModuleNotFoundError) and error.name in _EXTRAS:
+        extra = _EXTRAS[error.name]
+        return f"{error.name} is not installed: pip install 'softbottle[{extra}]'"
     return f"{type(error).__name__}: {' '.join(text.split())}"
 
 

@@ -184,7 +184,7 @@ def lying_sizes(raw, moment):
 # Runs in a process of its own, whose memory is limited once all is imported.
 READ = """
 import json, pathlib, resource, signal, sys
-from softbottle.analysis import arrays, gguf, llama
+from softbottle.analysis.sources import arrays, gguf, llama
 
 def of_gguf(path):
     file = gguf.read(path)

@@ -88,6 +88,7 @@ CURVES = [
 OTHER_HEADS = ["moc", "sigsoftmax", "moss", "gss", "plif", "lowrank"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head, backbone, layout", CURVES)
 def test_twenty_losses_equal_those_of_one_device(head, backbone, layout):
     parts = Parts(make_config(head, backbone, layout))
@@ -175,6 +176,7 @@ def make_run(folder, layout, steps):
     return config
 
 
+@pytest.mark.slow
 def test_a_run_that_moves_from_mesh_to_mesh_is_the_same_run(tmp_path):
     rng = np.random.default_rng(0)
     for name, lines in (("train", 300), ("valid", 20), ("test", 20)):

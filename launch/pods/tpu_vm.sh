@@ -94,7 +94,7 @@ environment_command() {
 python3 -m pip install --quiet --user $(quoted "uv==$UV")
 ~/.local/bin/uv venv --quiet --clear --python 3.12 venv
 ~/.local/bin/uv pip install --quiet --python venv/bin/python \
-    -e softbottle $(quoted "jax[tpu]==$JAX")
+    -e './softbottle[train,data]' $(quoted "jax[tpu]==$JAX")
 COMMAND
 }
 

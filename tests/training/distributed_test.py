@@ -139,12 +139,14 @@ def kill(job, victim, step):
     assert any(reason in told for reason in reasons), told[-3000:]
 
 
+@pytest.mark.slow
 def test_a_killed_process_stops_the_job_which_resumes(start, undisturbed):
     kill(start("run"), 1, 13)
     # The checkpoint of two processes is good for one of four devices.
     check_finished(start("run", processes=1, devices=4), undisturbed)
 
 
+@pytest.mark.slow
 def test_a_preempted_job_saves_and_goes_on_with_other_processes(start, undisturbed):
     job = start("run", processes=1, devices=4)
     job.reach(7)

@@ -428,6 +428,7 @@ def tiny_again(config):
     return configs.from_dict(configs.to_dict(config))
 
 
+@pytest.mark.slow
 def test_recurrent_training_in_two_parts_is_bit_for_bit_that_in_one(tmp_path):
     parts = Parts(recurrent())
 
@@ -478,7 +479,9 @@ def test_a_step_is_traced_once_for_batches_of_one_width(monkeypatch):
     assert len(losses) == 2
 
 
-@pytest.mark.parametrize("backbone", ["window", "awd_lstm"])
+@pytest.mark.parametrize(
+    "backbone", ["window", pytest.param("awd_lstm", marks=pytest.mark.slow)]
+)
 def test_accumulation_takes_the_same_step_and_keeps_the_states_of_all_rows(backbone):
     results = []
     for accumulate in (1, 2):
@@ -561,7 +564,6 @@ def test_the_lines_of_a_resumed_run_are_means_over_the_same_steps(
 
 CONFIG = """
 from softbottle import config as configs
-from softbottle import step as step_lib
 
 def get_config():
     return configs.from_dict({values!r})

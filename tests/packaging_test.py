@@ -1,0 +1,224 @@
+"""The wheel, installed without extras where there is nothing but jax and its own needs.
+
+No network: the packages of the new environment are links to those of this one.
+"""
+
+import ast
+import configparser
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sys
+import venv
+import zipfile
+
+import pytest
+
+import softbottle
+from tests import ROOT
+
+CORE = ("jax", "jaxlib", "ml_dtypes", "numpy", "opt_einsum", "scipy")
+EXTRAS = {"train", "data", "analysis", "gguf", "hf", "tensorboard", "tensorflow"}
+SCRIPTS = sorted((ROOT / "launch").glob("*.py"))
+
+
+def run(*command, **options):
+    """A finished process that sees nothing of this checkout but what it is given."""
+    hidden = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}
+    environment = {
+        name: text for name, text in os.environ.items() if name not in hidden
+    }
+    return subprocess.run(
+        [*map(str, command)],
+        env=environment | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        **options,
+    )
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    source = tmp_path_factory.mktemp("source")
+    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    shutil.copytree(
+        ROOT / "softbottle",
+        source / "softbottle",
+        ignore=shutil.ignore_patterns("__pycache__"),
+    )
+    options = ("--wheel", "--no-isolation", "--outdir", source)
+    done = run(sys.executable, "-m", "build", *options, cwd=source)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (path,) = source.glob("*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def requirements(wheel):
+    """Names of the packages that the wheel asks for, by extra; "" without any."""
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
+        text = archive.read(name).decode()
+    lines = re.findall(r"^Requires-Dist: ([\w.-]+)(.*)$", text, re.MULTILINE)
+    extras = re.findall(r"^Provides-Extra: (.*)$", text, re.MULTILINE)
+    found = {extra: set() for extra in ["", *extras]}
+    for name, rest in lines:
+        extra = re.search(r"extra == ['\"](\w+)", rest)
+        found[extra[1] if extra else ""].add(name)
+    return {extra: canonical(names) for extra, names in found.items()}
+
+
+def canonical(names):
+    """Names of packages as pip compares them."""
+    return {re.sub(r"[-_.]+", "-", name).lower() for name in names}
+
+
+@pytest.fixture(scope="module")
+def python(wheel, tmp_path_factory):
+    """The interpreter of a new environment with the wheel and no extra."""
+    folder = tmp_path_factory.mktemp("core")
+    venv.create(folder, symlinks=True)
+    interpreter = folder / "bin" / "python"
+    (site,) = folder.glob("lib/python*/site-packages")
+    for name in CORE:
+        distribution = importlib.metadata.distribution(name)
+        tops = {path.parts[0] for path in distribution.files}
+        for top in tops - {"..", "__pycache__"}:
+            if not (site / top).exists():
+                (site / top).symlink_to(distribution.locate_file(top))
+    # Fails where the wheel asks for anything that is not there.
+    options = ("--python", interpreter, "install", "--no-index")
+    done = run(sys.executable, "-m", "pip", *options, wheel)
+    assert done.returncode == 0, done.stderr
+    return interpreter
+
+
+EXAMPLE = """
+import jax, jax.numpy as jnp, numpy as np, softbottle
+key = jax.random.key(0)
+table_VE, hidden_TD = jnp.ones((37, 280)), jax.random.normal(key, (5, 620))
+bias_V, labels_T, weights_T = jnp.arange(37.0), jnp.arange(5), jnp.arange(5.0)
+{example}
+gradient = jax.grad(head.loss)(*output, hidden_TD, labels_T, weights_T)
+assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
+np.testing.assert_allclose(loss, (nll_T * weights_T).sum(), rtol=1e-5)
+assert ids_T.shape == (5,) and (0 <= ids_T).all() and (ids_T < 37).all()
+print(softbottle.__file__)
+"""
+
+
+@pytest.mark.slow
+def test_the_readmes_example_runs_with_jax_and_numpy_alone(python, tmp_path):
+    (example,) = re.findall(
+        r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S
+    )
+    done = run(python, "-c", EXAMPLE.format(example=example), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert str(python.parents[1]) in done.stdout
+
+
+IMPORTS = """
+import importlib, importlib.util, logging, pkgutil, sys, types, softbottle
+for name in {absent}:
+    assert importlib.util.find_spec(name) is None, name
+# jax 0.10 imports absl there and does not ask for it.
+sys.modules["absl"] = types.ModuleType("absl")
+sys.modules["absl"].logging = logging
+import jax.experimental.pallas.mosaic_gpu
+del sys.modules["absl"]
+for package in (softbottle.ops, softbottle.heads):
+    for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        importlib.import_module(module.name)
+        print(module.name)
+try:
+    softbottle.modules
+except ModuleNotFoundError as error:
+    assert error.name == "flax"
+"""
+
+
+def test_heads_and_ops_import_no_extra(python, tmp_path):
+    absent = ("absl", "chex", "flax", "ml_collections", "optax", "orbax", "pyarrow")
+    done = run(python, "-c", IMPORTS.format(absent=absent), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    imported = set(done.stdout.split())
+    assert {"softbottle.heads.mos", "softbottle.ops.mixture.api"} <= imported
+
+
+@pytest.mark.parametrize(
+    "script, extra", [("train.py", "train"), ("analyze.py", "analysis")]
+)
+def test_a_command_without_its_extra_says_which(python, requirements, script, extra):
+    done = run(python, f"launch/{script}", cwd=ROOT)
+    assert done.returncode == 2, done.stderr
+    (line,) = done.stderr.splitlines()
+    start, _, rest = line.partition("(")
+    assert start == f"launch/{script} needs packages that are not installed "
+    modules, _, advice = rest.partition("): ")
+    assert advice == f"pip install 'softbottle[{extra}]'"
+    # Every package of the extra that does not come with jax is looked for.
+    packages = importlib.metadata.packages_distributions()
+    missing = {name for module in modules.split(", ") for name in packages[module]}
+    assert requirements["train"] - canonical(CORE) <= canonical(missing)
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+def test_a_command_looks_for_its_packages_before_it_imports_any(path):
+    standard = sys.stdlib_module_names | {"numpy"}
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ImportFrom) and node.module == "softbottle":
+            assert node.names[0].name == "command"
+            return
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = getattr(node, "names", ())
+            tops = [getattr(node, "module", None) or alias.name for alias in names]
+            assert {name.split(".")[0] for name in tops} <= standard
+    pytest.fail(f"{path.name} does not import softbottle.command")
+
+
+def test_a_corpus_whose_extra_is_missing_says_which(tmp_path):
+    (tmp_path / "dataset_info.json").write_text("{}")
+    hide = "import runpy, sys; sys.modules['tensorflow_datasets'] = None; "
+    start = "runpy.run_path(sys.argv[0], run_name='__main__')"
+    arguments = (
+        *("launch/train.py", "--config", "configs/lm1b.py"),
+        *("--config.data.path", tmp_path, "--workdir", tmp_path / "run"),
+    )
+    program = f"{hide}sys.argv = {[*map(str, arguments)]}; {start}"
+    done = run(sys.executable, "-c", program, cwd=ROOT)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.splitlines()[-1] == (
+        "tensorflow_datasets is not installed: pip install 'softbottle[data]'"
+    )
+
+
+def test_the_wheel_has_all_modules_and_the_marker_of_types(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        names = {n for n in archive.namelist() if ".dist-info/" not in n}
+    package = (ROOT / "softbottle").rglob("*.py")
+    assert names == {str(path.relative_to(ROOT)) for path in package} | {
+        "softbottle/py.typed"
+    }
+
+
+def test_the_wheel_asks_for_jax_and_numpy_alone_and_tests_for_all(requirements):
+    assert requirements[""] == {"jax", "numpy"}
+    assert requirements.keys() - {""} == EXTRAS | {"test"}
+    assert "chex" not in set().union(*(requirements[extra] for extra in EXTRAS))
+
+
+def test_modules_is_an_attribute_that_is_imported_at_first_use(monkeypatch):
+    monkeypatch.delattr(softbottle, "modules", raising=False)
+    assert softbottle.modules.LinenHead.__module__ == "softbottle.modules"
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = softbottle.nothing
+
+
+def test_the_version_has_one_source(wheel):
+    settings = configparser.ConfigParser()
+    settings.read(ROOT / "setup.cfg")
+    assert settings["metadata"]["version"] == "attr: softbottle.__version__"
+    assert wheel.name.split("-")[1] == softbottle.__version__
