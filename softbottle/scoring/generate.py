@@ -48,7 +48,7 @@ def generate(
     """
     _check(run, tokens, temperature, top_k, top_p)
     prompt = np.asarray(prompt if len(prompt) else [run.vocab.eos], np.int32)
-    programs = _programs(_ById(run.model), temperature, top_k, top_p, cache)
+    programs = _programs(run.model, temperature, top_k, top_p, cache)
     read = _recurrent if jax.tree.leaves(run.model.initial_carry(1)) else _whole
     states = read(run, programs.hidden, prompt, tokens)
     hidden_CD = next(states)
@@ -110,19 +110,6 @@ def make_continuer(
     return go_on
 
 
-class _ById:
-    """A model as the key of a cache; its functions and options have no hash."""
-
-    def __init__(self, model):
-        self.model = model
-
-    def __hash__(self):
-        return id(self.model)
-
-    def __eq__(self, other):
-        return self.model is other.model
-
-
 class _Programs(NamedTuple):
     """Compiled functions of a model: its states, and a word drawn from them."""
 
@@ -131,9 +118,8 @@ class _Programs(NamedTuple):
 
 
 @functools.lru_cache(maxsize=8)
-def _programs(by_id, temperature, top_k, top_p, cache):
+def _programs(model, temperature, top_k, top_p, cache):
     """Compiled once per model and settings; texts of equal length share a program."""
-    model = by_id.model
     draw = _drawer(model, temperature, top_k, top_p, cache)
 
     @jax.jit

@@ -130,9 +130,7 @@ def test_prompts_of_equal_length_are_compiled_for_once(backbone, monkeypatch):
     )
     first = list(generate(run, [3, 1, 4], 5, top_k=2))
     assert len(drawn) == 1
-    hidden = generating._programs(
-        generating._ById(run.model), 1.0, 2, 1.0, False
-    ).hidden
+    hidden = generating._programs(run.model, 1.0, 2, 1.0, False).hidden
     sizes = hidden._cache_size()
     second = list(generate(run, [2, 7, 1], 5, top_k=2))
     assert len(drawn) == 1 and hidden._cache_size() == sizes
