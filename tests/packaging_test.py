@@ -159,10 +159,12 @@ def test_a_command_without_its_extra_says_which(python, requirements, script, ex
     assert start == f"launch/{script} needs packages that are not installed "
     modules, _, advice = rest.partition("): ")
     assert advice == f"pip install 'softbottle[{extra}]'"
-    # Every package of the extra that does not come with jax is looked for.
+    # Every package of the extra that does not come with jax is looked for, but the
+    # one that only texts which are not encoded yet need.
     packages = importlib.metadata.packages_distributions()
     missing = {name for module in modules.split(", ") for name in packages[module]}
-    assert requirements["train"] - canonical(CORE) <= canonical(missing)
+    looked_for = requirements["train"] - canonical([*CORE, "pyarrow"])
+    assert looked_for <= canonical(missing)
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)

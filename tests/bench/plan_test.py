@@ -118,5 +118,5 @@ def test_the_command_says_what_is_wrong_with_its_flags():
     answer = commands.finish(
         commands.start("compile.py", *flags, "--topology", "v9:2x2")
     )
-    assert answer.code == 1 and "no chip is called 'v9'" in answer.errors
+    assert answer.code == 2 and "no chip is called 'v9'" in answer.errors
     assert "Traceback" not in answer.errors

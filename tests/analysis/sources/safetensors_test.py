@@ -71,7 +71,7 @@ def test_the_extra_asks_for_versions_that_load_safely():
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
     lines = setup["options.extras_require"]["hf"].split("\n")
-    floors = dict(line.split(" >=") for line in lines if line)
+    floors = dict(line.split(" >=") for line in lines if " >=" in line)
     versions = {
         name: tuple(map(int, floor.split("."))) for name, floor in floors.items()
     }
