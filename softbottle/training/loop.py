@@ -123,8 +123,8 @@ def run(
 
 def _train(config, workdir, at_end):
     # In a job its first process holds the folder for all of them.
-    alone = jax.process_index() == 0
-    with lock.Lock(workdir) if alone else contextlib.nullcontext() as held:
+    leads = jax.process_index() == 0
+    with lock.Lock(workdir) if leads else contextlib.nullcontext() as held:
         trainer = _prepare(config, workdir, held)
         try:
             state, history = _start(trainer)

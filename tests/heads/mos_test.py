@@ -47,7 +47,7 @@ def test_the_paper_counts_of_parameters_come_out():
 
     shapes = jax.eval_shape(init, jax.random.key(0))
     count = sum(np.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
-    # The prior has no bias, the latent projection has one (FACTS A.2, A.3).
+    # The prior has no bias, the latent projection has one.
     assert count == 620 * 15 + 620 * 15 * 280 + 15 * 280
 
 
