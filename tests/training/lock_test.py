@@ -12,7 +12,7 @@ from softbottle.training.lock import Lock, LockedError
 
 HOLD = """
 import sys, pathlib
-from softbottle.lock import Lock
+from softbottle.training.lock import Lock
 held = Lock(pathlib.Path(sys.argv[1]))
 print("held", flush=True)
 sys.stdin.read()

@@ -10,7 +10,7 @@ from softbottle.training import stopping
 
 IMPATIENT = """
 import os, signal
-from softbottle import stopping
+from softbottle.training import stopping
 with stopping.watch() as has_to_stop:
     for _ in range(2):
         os.kill(os.getpid(), signal.SIGINT)

@@ -55,8 +55,9 @@ MOMENTS = {
 }
 PROGRAM = """
 import os, shutil, signal, sys
-from softbottle import checkpoint, config, train
+from softbottle import config
 from softbottle.data.vocab import Vocab
+from softbottle.training import checkpoint, loop
 import jax, json
 jax.config.update("jax_default_prng_impl", "unsafe_rbg")
 workdir, values, owner, name, when, count = sys.argv[1:]
@@ -71,7 +72,7 @@ def call(*arguments, **named):
         os.kill(os.getpid(), signal.SIGKILL)
     return result
 setattr(owner, name, call)
-train.run(config.from_dict(json.loads(values)), workdir)
+loop.run(config.from_dict(json.loads(values)), workdir)
 """
 
 
