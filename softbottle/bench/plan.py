@@ -54,8 +54,8 @@ CHIPS = {
     "v6e": Chip(918e12, 32e9, 1.640e12, 448e9),
     "h200": Chip(989e12, 141e9, 4.8e12, 450e9),
 }
-# Of a chip's peak: whole steps of MoS reached 0.52 to 0.63 of an H200's, those of a
-# softmax 0.31 to 0.54 (docs/scaling.md).
+# Of a chip's peak: whole steps of MoS reached 0.53 to 0.59 of an H200's, those of a
+# softmax 0.44 (docs/scaling.md).
 USED = 0.5
 _TRIES = 5  # compilations to find the largest batch
 

@@ -30,7 +30,7 @@ from softbottle.ops.mixture.activations import DEAD, LOG2_E, Activation
 from softbottle.ops.mixture.options import Options, product_dtype
 
 # One size of tile was the fastest at every width that was tried on an H200. Times of
-# the first product against its own (see BUILD_NOTES.md), at widths
+# the first product against its own (docs/results/head.md), at widths
 # 320 | 576 | 1,024 | 4,096:
 #
 #   192 words, 4 stages                          1.06 | 1.03 | 1.03 | 1.11
