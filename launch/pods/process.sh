@@ -14,13 +14,14 @@ NAME=${NAME:-softbottle}                   # of the run
 RECORDS=${RECORDS:-/tmp/softbottle-$UID}
 record_file=$RECORDS/$NAME.pid
 
-# In clock ticks since boot. None if there is no such process, or only its zombie.
+# In clock ticks since boot. None if there is no such process, or only its zombie: one
+# without threads, since those keep the device's memory after the first has ended.
 start_time() {
     local stat fields
     stat=$(cat "/proc/$1/stat" 2>/dev/null) || return 1
     # The second field is a name in brackets, which may itself have brackets and spaces.
     read -ra fields <<<"${stat##*) }"
-    [[ ${fields[0]} != Z ]] && echo "${fields[19]}"
+    [[ ${fields[0]} != Z || ${fields[17]} -gt 1 ]] && echo "${fields[19]}"
 }
 
 # The id of the recorded process, if that is still alive.
