@@ -30,6 +30,7 @@ from softbottle.heads import (
     softcap,
     softmax,
 )
+from softbottle.ops import Options
 
 __version__ = "0.1.0"
 
@@ -38,6 +39,7 @@ __all__ = [
     "Head",
     "Memory",
     "Mixture",
+    "Options",
     "cached",
     "given",
     "gss",

@@ -27,6 +27,7 @@ from softbottle.backbones import dropout
 from softbottle.backbones import make as make_backbone
 from softbottle.data.batches import Batch
 from softbottle.heads import cache
+from softbottle.ops.mixture.options import Options
 
 Params = dict[str, Any]
 
@@ -73,17 +74,18 @@ class Model:
         """The linen module between the embedded words and the head."""
         return make_backbone(self.config)
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """The options of the head's operations."""
+    @functools.cached_property
+    def options(self) -> Options:
+        """How the head's operations are computed on the model's devices."""
         head = self.config.head
         budget = head.budget_mib
-        return {
-            "compute_dtype": jnp.dtype(self.config.model.compute_dtype),
-            "vocab": self.vocab,
-            "budget_bytes": None if budget is None else budget * 2**20,
-            "implementation": head.implementation,
-        }
+        options = Options(
+            compute_dtype=self.config.model.compute_dtype,
+            vocab=self.vocab,
+            budget_bytes=None if budget is None else budget * 2**20,
+            implementation=head.implementation,
+        )
+        return options.resolve(self.mesh and self.mesh.devices.flat[0])
 
     def init(self, key: jax.Array) -> Params:
         """The parameters that a training starts from."""
@@ -139,7 +141,7 @@ class Model:
         states = self._trunk(params, batch, carry, trunk_key)
         output, cache_config = self.output(params), self.config.cache
         mask = self._latent_mask(latent_key, batch.ids_BS.shape)
-        keywords = {"latent_mask": mask, **self.options}
+        keywords = {"latent_mask": mask, "options": self.options}
         tokens = (states.hidden_BSD, batch.labels_BS, batch.weights_BS)
         penalty = _penalty(self.config.regularise, states, batch.weights_BS)
         if cache_config.objective == "plain":
@@ -167,7 +169,7 @@ class Model:
         labels_T = _flat(_known_labels(batch))
         tokens = (_flat(hidden_BSD), labels_T)
         nll_T = self._split(self.head.nll)(
-            *self.output(params), *tokens, **self.options
+            *self.output(params), *tokens, options=self.options
         )
         return _where_real(batch, nll_T.reshape(batch.labels_BS.shape)), carry
 
@@ -182,7 +184,7 @@ class Model:
         memory = _history(hidden_BSD, batch)
         tokens = (hidden_BSD, _known_labels(batch), memory)
         nll_BS = self._split(self.cached.nll)(
-            *self.output(params), *tokens, **self.options
+            *self.output(params), *tokens, options=self.options
         )
         hit_BS = cache.best_words(hidden_BSD, memory) == batch.labels_BS
         hit_BS &= batch.weights_BS != 0

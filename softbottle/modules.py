@@ -6,7 +6,6 @@ split over devices, call the head's pure functions yourself.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import flax.linen as nn
 import jax
@@ -14,6 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from softbottle.heads import Head
+from softbottle.ops.mixture.options import DEFAULTS, Options
 
 
 class _Calls:
@@ -55,14 +55,14 @@ class LinenHead(_Calls, nn.Module):
         vocab: how many words there are.
         context_dim: width of the table.
         bias: whether words have a bias.
-        options: of the head's operations; see ops/mixture/options.py.
+        options: how its operations are computed.
     """
 
     head: Head
     vocab: int
     context_dim: int
     bias: bool = True
-    options: dict[str, Any] | None = None
+    options: Options = DEFAULTS
 
     @nn.compact
     def _call(self, name, hidden_TD, *arguments):
@@ -75,7 +75,7 @@ class LinenHead(_Calls, nn.Module):
         params = self.param("head", self.head.init, width, self.context_dim)
         function = getattr(self.head, name)
         return function(
-            params, table_VE, bias_V, hidden_TD, *arguments, **(self.options or {})
+            params, table_VE, bias_V, hidden_TD, *arguments, options=self.options
         )
 
 
@@ -95,7 +95,7 @@ class NnxHead(_Calls, nnx.Module):
         context_dim: width of the table.
         bias: whether words have a bias.
         rngs: `rngs.params()` starts the parameters.
-        **options: of the head's operations; see ops/mixture/options.py.
+        options: how its operations are computed.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class NnxHead(_Calls, nnx.Module):
         context_dim: int,
         bias: bool = True,
         rngs: nnx.Rngs,
-        **options,
+        options: Options = DEFAULTS,
     ):
         scale = context_dim**-0.5
         table_VE = scale * jax.random.normal(rngs.params(), (vocab, context_dim))
@@ -121,9 +121,8 @@ class NnxHead(_Calls, nnx.Module):
         params = {name: leaf[...] for name, leaf in self.params.items()}
         bias_V = None if self.bias_V is None else self.bias_V[...]
         function = getattr(self.head, name)
-        return function(
-            params, self.table_VE[...], bias_V, hidden_TD, *arguments, **self.options
-        )
+        output = (params, self.table_VE[...], bias_V)
+        return function(*output, hidden_TD, *arguments, options=self.options)
 
 
 def _loss(call: Callable[..., jax.Array], hidden, labels, weights):

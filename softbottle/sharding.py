@@ -16,6 +16,7 @@ Devices are put on the mesh process by process, so that the model axis stays wit
 host as long as it fits, and the rows of a process are a contiguous share of the batch.
 """
 
+import dataclasses
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -209,11 +210,13 @@ def vocabulary_parallel(
     if mesh is None:
         return function
 
-    def call(params, table_VE, bias_V, *tokens, latent_mask=None, **options):
+    def call(params, table_VE, bias_V, *tokens, options, latent_mask=None):
+        split_options = dataclasses.replace(options, vocab_axis=MODEL)
+
         def local(params, table_VE, bias_V, tokens, latent_mask):
             named = {} if latent_mask is None else {"latent_mask": latent_mask}
             value = function(
-                params, table_VE, bias_V, *tokens, vocab_axis=MODEL, **named, **options
+                params, table_VE, bias_V, *tokens, options=split_options, **named
             )
             return jax.lax.psum(value, DATA) if total else value
 

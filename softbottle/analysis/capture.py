@@ -18,6 +18,7 @@ from numpy.typing import ArrayLike, DTypeLike
 from softbottle.data import vocab as vocab_lib
 from softbottle.heads import Head
 from softbottle.ops.mixture.activations import SOFTMAX, Activation
+from softbottle.ops.mixture.options import Options
 
 SAMPLE = 1024  # positions whose gradients are measured
 WORDS = 4096  # of a vocabulary, at most, that are tried for the first place
@@ -65,7 +66,7 @@ class Readout(NamedTuple):
 
     head: Head
     output: tuple[Any, Any, Any]
-    options: dict[str, Any]
+    options: Options
 
 
 class Trials(NamedTuple):

@@ -16,6 +16,7 @@ import numpy as np
 
 from softbottle.bench import head, measure, oracle, problem
 from softbottle.ops.mixture import api
+from softbottle.ops.mixture.options import Options
 
 Row = dict[str, Any]
 BEST = 40
@@ -30,14 +31,11 @@ def run_task(task: Row) -> Row:
     """Check and time one operation."""
     case = problem.Case(*task["case"])
     inputs, _ = head.make_inputs(case)
-    options = {"implementation": task["implementation"]}
-    if task["budget_mib"]:
-        options["budget_bytes"] = task["budget_mib"] * 2**20
-    arguments = tuple(inputs)
+    arguments = inputs.paired
     if task["kind"] == "sample":
         arguments += (jax.random.key(0),)
     row = measure.checked_and_timed(
-        operation(task["kind"], options),
+        operation(task["kind"], head.options_of(task)),
         arguments,
         functools.partial(CHECKS[task["kind"]], arguments, truth(inputs)),
         task["seconds"],
@@ -47,11 +45,10 @@ def run_task(task: Row) -> Row:
     return row | {"of_dense": row["made_bytes"] / dense_bytes}
 
 
-def operation(kind: str, options: Row) -> Any:
+def operation(kind: str, options: Options) -> Any:
     """The compiled operation of ops/mixture/api.py."""
-    if kind == "top_k":
-        options = options | {"k": BEST}
-    return jax.jit(functools.partial(getattr(api, kind), **options))
+    count = {"k": BEST} if kind == "top_k" else {}
+    return jax.jit(functools.partial(getattr(api, kind), **count, options=options))
 
 
 def truth(inputs: head.Inputs) -> np.ndarray:
@@ -80,7 +77,7 @@ def _check_top_k(arguments, wanted_TV, outputs):
 
 def _check_sample(arguments, wanted_TV, ids_T):
     ids_T = np.asarray(ids_T)
-    again = operation("sample", {"budget_bytes": OTHER_BUDGET_BYTES})(*arguments)
+    again = operation("sample", Options(budget_bytes=OTHER_BUDGET_BYTES))(*arguments)
     if not np.array_equal(ids_T, again):
         return {"error": math.inf, "reason": "the draw depends on the budget"}
     if ids_T.min() < 0 or ids_T.max() >= wanted_TV.shape[1]:

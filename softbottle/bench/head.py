@@ -20,6 +20,8 @@ import numpy as np
 
 from softbottle.bench import measure, oracle, problem
 from softbottle.ops.mixture import api
+from softbottle.ops.mixture.arrays import Mixture, Targets, Vocabulary
+from softbottle.ops.mixture.options import Options
 
 Row = dict[str, Any]
 MULTIPLE = 128
@@ -36,6 +38,11 @@ class Inputs(NamedTuple):
     context_TKE: jax.Array
     table_VE: jax.Array
     bias_V: jax.Array
+
+    @property
+    def paired(self) -> tuple[Mixture, Vocabulary]:
+        """As the operations take them."""
+        return Mixture(*self[:2]), Vocabulary(*self[2:])
 
 
 class Prepared(NamedTuple):
@@ -85,13 +92,14 @@ def truth(inputs: Inputs, labels_T: jax.Array) -> oracle.Expected:
         )
 
 
-def gradient_of(options: Row) -> Callable[..., Any]:
+def gradient_of(options: Options) -> Callable[..., Any]:
     """(inputs, labels_T) -> the mean loss and its gradients, compiled."""
 
     def mean_nll(inputs, labels_T):
         tokens = labels_T.shape[0]
         weights_T = jnp.full(tokens, 1 / tokens, jnp.float32)
-        return api.loss(*inputs, labels_T, weights_T, **options)
+        targets = Targets(labels_T, weights_T)
+        return api.loss(*inputs.paired, targets, options=options)
 
     return jax.jit(jax.value_and_grad(mean_nll))
 
@@ -118,13 +126,17 @@ def check_nll(nll_T: jax.Array, expected: oracle.Expected) -> Row:
 
 
 def _loss(task, case):
-    function = gradient_of(_options(task))
+    function = gradient_of(options_of(task))
     return _against_truth(task, case, function, check_gradient)
 
 
 def _evaluation(task, case):
-    options = _options(task)
-    function = jax.jit(lambda inputs, labels_T: api.nll(*inputs, labels_T, **options))
+    options = options_of(task)
+
+    @jax.jit
+    def function(inputs, labels_T):
+        return api.nll(*inputs.paired, labels_T, options=options)
+
     return _against_truth(task, case, function, check_nll)
 
 
@@ -235,9 +247,10 @@ def _cut(inputs, labels_T, tokens):
     ), labels_T[:tokens]
 
 
-def _options(task):
-    budget = {"budget_bytes": task["budget_mib"] * 2**20} if task["budget_mib"] else {}
-    return {"implementation": task["implementation"], **budget}
+def options_of(task: Row) -> Options:
+    """The implementation and the budget that a task names."""
+    budget_bytes = task["budget_mib"] * 2**20 if task["budget_mib"] else None
+    return Options(implementation=task["implementation"], budget_bytes=budget_bytes)
 
 
 def _capacity():

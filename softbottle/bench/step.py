@@ -140,7 +140,9 @@ def _head(config, model, params, batch):
     labels_T, weights_T = batch.labels_BS.reshape(-1), batch.weights_BS.reshape(-1)
 
     def loss(output, hidden_TD):
-        return model.head.loss(*output, hidden_TD, labels_T, weights_T, **model.options)
+        return model.head.loss(
+            *output, hidden_TD, labels_T, weights_T, options=model.options
+        )
 
     gradient = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
     output = jax.tree.map(jnp.copy, model.output(params))

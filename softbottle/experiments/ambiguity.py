@@ -52,8 +52,8 @@ def answers(model: Model, params: Any, lines: Iterable[batches.Batch]) -> Answer
         output, options = model.output(params), model.options
         nothing = memory._replace(visible_BSM=jnp.zeros_like(memory.visible_BSM))
         return (
-            model.cached.log_probs(*output, hidden_BSD, nothing, **options),
-            model.cached.log_probs(*output, hidden_BSD, memory, **options),
+            model.cached.log_probs(*output, hidden_BSD, nothing, options=options),
+            model.cached.log_probs(*output, hidden_BSD, memory, options=options),
             cache.cache_log_probs(hidden_BSD, memory, len(output[1])),
         )
 
@@ -61,7 +61,7 @@ def answers(model: Model, params: Any, lines: Iterable[batches.Batch]) -> Answer
     for batch in lines:
         counts_BS = batch.weights_BS != 0
         arrays = [np.asarray(array)[counts_BS] for array in predict(params, batch)]
-        found.append([array[:, : model.options["vocab"]] for array in arrays])
+        found.append([array[:, : model.vocab] for array in arrays])
         places = zip(*np.nonzero(counts_BS), strict=True)
         read += [batch.ids_BS[row, : place + 1] for row, place in places]
     return Answers(*map(np.concatenate, zip(*found, strict=True)), read)

@@ -12,7 +12,7 @@ input, may be split over devices and is where the memory goes.
 
 import abc
 import dataclasses
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -20,16 +20,15 @@ import numpy as np
 
 from softbottle import ops
 from softbottle.ops.mixture.activations import SOFTMAX, Activation
-from softbottle.ops.mixture.options import check_range
+from softbottle.ops.mixture.arrays import (
+    Mixture,
+    Targets,
+    Vocabulary,
+    without_padding,
+)
+from softbottle.ops.mixture.options import DEFAULTS, Options, check_range
 
 Params = dict[str, jax.Array]
-
-
-class Mixture(NamedTuple):
-    """Mixture weights and component contexts of every token."""
-
-    log_prior_TK: jax.Array
-    context_TKE: jax.Array
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -40,8 +39,8 @@ class Head(abc.ABC):
     `init` and `mix`, and `activation` if its g is not the identity. Its fields are what
     `config.head` may set.
 
-    Floating arrays are bfloat16, float32 or float64. `**options` of a method are the
-    fields of `Options` (ops/mixture/options.py); none changes what is computed.
+    Floating arrays are bfloat16, float32 or float64. How a method computes is said by
+    its `Options` (softbottle.Options).
 
     Attributes:
         name: in `softbottle` and in `config.head.name`.
@@ -132,7 +131,7 @@ class Head(abc.ABC):
         weights_T: jax.Array,
         *,
         latent_mask: jax.Array | None = None,
-        **options: Any,
+        options: Options = DEFAULTS,
     ) -> jax.Array:
         """sum_t weight[t] nll[t], a scalar; its gradient is computed in forward.
 
@@ -148,7 +147,8 @@ class Head(abc.ABC):
             labels_T: the words that follow, integers of any kind.
             weights_T: of the tokens; 0 is padding.
             latent_mask: factors of the contexts, broadcast to [T, K, E]; None for none.
-            **options: fields of `Options`, for example compute_dtype=jnp.bfloat16.
+            options: how it is computed, for example
+                Options(compute_dtype=jnp.bfloat16).
 
         Returns:
             The weighted sum, float32 or better; divide by the sum of the weights for a
@@ -165,10 +165,10 @@ class Head(abc.ABC):
             )
         # A padding token's state may be anything; masked here, it cannot reach the
         # head's own parameters either.
-        hidden_TD = jnp.where((weights_T != 0)[:, None], hidden_TD, 0.0)
+        hidden_TD = without_padding(weights_T, hidden_TD)
         mixture, g = self._parts(params, hidden_TD, latent_mask)
-        tokens = (labels_T, weights_T)
-        return ops.loss(*mixture, table_VE, bias_V, *tokens, g, **options)
+        targets = Targets(labels_T, weights_T)
+        return ops.loss(mixture, Vocabulary(table_VE, bias_V), targets, g, options)
 
     def nll(
         self,
@@ -179,7 +179,7 @@ class Head(abc.ABC):
         labels_T: jax.Array,
         *,
         latent_mask: jax.Array | None = None,
-        **options: Any,
+        options: Options = DEFAULTS,
     ) -> jax.Array:
         """-log P(label) of each token; takes any cotangent.
 
@@ -190,7 +190,7 @@ class Head(abc.ABC):
             hidden_TD: the states, rows and positions flattened to tokens.
             labels_T: the words that follow; one that is no word gives NaN.
             latent_mask: factors of the contexts, broadcast to [T, K, E]; None for none.
-            **options: fields of `Options`.
+            options: how it is computed.
 
         Returns:
             nll_T, float32 or better.
@@ -199,7 +199,8 @@ class Head(abc.ABC):
             ValueError: as `loss`.
         """
         mixture, g = self._parts(params, hidden_TD, latent_mask)
-        return ops.nll(*mixture, table_VE, bias_V, labels_T, g, **options)
+        vocabulary = Vocabulary(table_VE, bias_V)
+        return ops.nll(mixture, vocabulary, labels_T, g, options)
 
     def log_probs(
         self,
@@ -209,7 +210,7 @@ class Head(abc.ABC):
         hidden_TD: jax.Array,
         *,
         latent_mask: jax.Array | None = None,
-        **options: Any,
+        options: Options = DEFAULTS,
     ) -> jax.Array:
         """Log P(v) of every word.
 
@@ -219,7 +220,7 @@ class Head(abc.ABC):
             bias_V: a logit for each word; None is zero.
             hidden_TD: the states, rows and positions flattened to tokens.
             latent_mask: factors of the contexts, broadcast to [T, K, E]; None for none.
-            **options: fields of `Options`.
+            options: how it is computed.
 
         Returns:
             log_p_TV, float32 or better; -inf in rows beyond `vocab`.
@@ -228,7 +229,7 @@ class Head(abc.ABC):
             ValueError: as `loss`.
         """
         mixture, g = self._parts(params, hidden_TD, latent_mask)
-        return ops.log_probs(*mixture, table_VE, bias_V, g, **options)
+        return ops.log_probs(mixture, Vocabulary(table_VE, bias_V), g, options)
 
     def top_k(
         self,
@@ -239,7 +240,7 @@ class Head(abc.ABC):
         k: int,
         *,
         latent_mask: jax.Array | None = None,
-        **options: Any,
+        options: Options = DEFAULTS,
     ) -> tuple[jax.Array, jax.Array]:
         """The k most probable words of each token, without [T, V] log-probabilities.
 
@@ -250,7 +251,7 @@ class Head(abc.ABC):
             hidden_TD: the states, rows and positions flattened to tokens.
             k: how many.
             latent_mask: factors of the contexts, broadcast to [T, K, E]; None for none.
-            **options: fields of `Options`.
+            options: how it is computed.
 
         Returns:
             Log-probabilities and ids, both [T, k], the most probable first.
@@ -260,7 +261,7 @@ class Head(abc.ABC):
                 with `vocab_axis`, because the whole table is read.
         """
         mixture, g = self._parts(params, hidden_TD, latent_mask)
-        return ops.top_k(*mixture, table_VE, bias_V, k, g, **options)
+        return ops.top_k(mixture, Vocabulary(table_VE, bias_V), k, g, options)
 
     def sample(
         self,
@@ -271,7 +272,7 @@ class Head(abc.ABC):
         key: jax.Array,
         *,
         latent_mask: jax.Array | None = None,
-        **options: Any,
+        options: Options = DEFAULTS,
     ) -> jax.Array:
         """One word per token, drawn exactly from P.
 
@@ -282,7 +283,7 @@ class Head(abc.ABC):
             hidden_TD: the states, rows and positions flattened to tokens.
             key: of jax.random; the same key draws the same words.
             latent_mask: factors of the contexts, broadcast to [T, K, E]; None for none.
-            **options: fields of `Options`.
+            options: how it is computed.
 
         Returns:
             Word ids, [T].
@@ -291,7 +292,7 @@ class Head(abc.ABC):
             ValueError: as `loss`; with `vocab_axis`, because the whole table is read.
         """
         mixture, g = self._parts(params, hidden_TD, latent_mask)
-        return ops.sample(*mixture, table_VE, bias_V, key, g, **options)
+        return ops.sample(mixture, Vocabulary(table_VE, bias_V), key, g, options)
 
     def _parts(self, params, hidden_TD, latent_mask):
         if hidden_TD.ndim != 2:

@@ -11,17 +11,19 @@ holds an array over tokens and vocabulary, or scatters over the vocabulary.
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from softbottle import ops
-from softbottle.heads import base
+from softbottle.heads.base import Head, Params
 from softbottle.ops.cache import api as cache
 from softbottle.ops.cache import ranking
-from softbottle.ops.mixture import parts
-from softbottle.ops.mixture.options import Options, check_range
+from softbottle.ops.mixture import shards
+from softbottle.ops.mixture.arrays import Mixture, Vocabulary, without_padding
+from softbottle.ops.mixture.likelihood import word_ids
+from softbottle.ops.mixture.options import DEFAULTS, Options, check_range
 
 
 class Memory(NamedTuple):
@@ -42,13 +44,13 @@ class Cached:
 
     The arrays are those of the head's own methods with rows B and positions S apart,
     `params`, `table_VE` and `bias_V` as there. `latent_mask` broadcasts to the contexts
-    [B S, K, E] and `**options` are the fields of `Options` (ops/mixture/options.py).
+    [B S, K, E].
 
     Attributes:
         head: whose normalisers the cache shares.
     """
 
-    head: base.Head
+    head: Head
 
     def __repr__(self) -> str:
         """The call that makes it."""
@@ -56,7 +58,7 @@ class Cached:
 
     def loss(
         self,
-        params: base.Params,
+        params: Params,
         table_VE: jax.Array,
         bias_V: jax.Array | None,
         hidden_BSD: jax.Array,
@@ -65,7 +67,7 @@ class Cached:
         memory: Memory,
         *,
         latent_mask: jax.Array | None = None,
-        **options: Any,
+        options: Options = DEFAULTS,
     ) -> jax.Array:
         """sum weight nll over all positions, a scalar.
 
@@ -81,28 +83,27 @@ class Cached:
             weights_BS: of the positions; 0 is padding.
             memory: what the positions see.
             latent_mask: factors of the contexts; None for none.
-            **options: fields of `Options`.
+            options: how it is computed.
 
         Raises:
             ValueError: if shapes do not go together, an array is float16, or labels or
                 words are not integers.
         """
-        real_BS = weights_BS != 0
         nll_BS = self.nll(
             params,
             table_VE,
             bias_V,
-            jnp.where(real_BS[:, :, None], hidden_BSD, 0.0),
-            jnp.where(real_BS, labels_BS, 0),
+            *without_padding(weights_BS, (hidden_BSD, labels_BS)),
             memory,
             latent_mask=latent_mask,
-            **options,
+            options=options,
         )
-        return jnp.sum(jnp.where(real_BS, weights_BS * nll_BS, 0.0))
+        # Padding may see a word in the memory that is none.
+        return jnp.sum(without_padding(weights_BS, weights_BS * nll_BS))
 
     def nll(
         self,
-        params: base.Params,
+        params: Params,
         table_VE: jax.Array,
         bias_V: jax.Array | None,
         hidden_BSD: jax.Array,
@@ -110,7 +111,7 @@ class Cached:
         memory: Memory,
         *,
         latent_mask: jax.Array | None = None,
-        **options: Any,
+        options: Options = DEFAULTS,
     ) -> jax.Array:
         """-log P(label) of each position, [B, S]; takes any cotangent.
 
@@ -122,17 +123,16 @@ class Cached:
         )
         score_TK, lse_TK = ops.scores(
             context_TKE,
-            table_VE,
-            bias_V,
+            Vocabulary(table_VE, bias_V),
             _flat(labels_BS),
             self.head.activation(params),
-            **options,
+            options,
         )
         target_BS, cache_BS = cache.masses(
             hidden_BSD,
             memory.states_BMD,
             _words(memory),
-            parts.word_ids(labels_BS=labels_BS),
+            word_ids(labels_BS=labels_BS),
             memory.visible_BSM,
             _scale(hidden_BSD),
         )
@@ -144,14 +144,14 @@ class Cached:
 
     def log_probs(
         self,
-        params: base.Params,
+        params: Params,
         table_VE: jax.Array,
         bias_V: jax.Array | None,
         hidden_BSD: jax.Array,
         memory: Memory,
         *,
         latent_mask: jax.Array | None = None,
-        **options: Any,
+        options: Options = DEFAULTS,
     ) -> jax.Array:
         """Log P(v) of every word, [B, S, V].
 
@@ -160,23 +160,23 @@ class Cached:
         Raises:
             ValueError: as `loss`; with `vocab_axis`, because the whole table is read.
         """
-        if options.get("vocab_axis") is not None:
+        if options.vocab_axis is not None:
             raise ValueError(
                 "log_probs beside a cache reads the whole table; it was called with "
-                f"vocab_axis={options['vocab_axis']!r}."
+                f"vocab_axis={options.vocab_axis!r}."
             )
-        output = (params, table_VE, bias_V)
+        vocabulary = Vocabulary(table_VE, bias_V)
         mixture, g, gate_T, _ = self._opened(
-            output, hidden_BSD, memory, latent_mask, options
+            params, vocabulary, hidden_BSD, memory, latent_mask, options
         )
-        log_p_TV = ops.log_probs(*mixture, table_VE, bias_V, g, **options)
+        log_p_TV = ops.log_probs(mixture, vocabulary, g, options)
         alone_BSV = cache_log_probs(hidden_BSD, memory, len(table_VE))
         gated_TV = gate_T[:, None] + _flat(alone_BSV)
         return jnp.logaddexp(log_p_TV, gated_TV).reshape(alone_BSV.shape)
 
     def sample(
         self,
-        params: base.Params,
+        params: Params,
         table_VE: jax.Array,
         bias_V: jax.Array | None,
         hidden_BSD: jax.Array,
@@ -184,7 +184,7 @@ class Cached:
         key: jax.Array,
         *,
         latent_mask: jax.Array | None = None,
-        **options: Any,
+        options: Options = DEFAULTS,
     ) -> jax.Array:
         """One word per position, drawn exactly, [B, S]; -1 where P is NaN.
 
@@ -194,34 +194,33 @@ class Cached:
         Raises:
             ValueError: as `loss`; with `vocab_axis`, because the whole table is read.
         """
-        output = (params, table_VE, bias_V)
+        vocabulary = Vocabulary(table_VE, bias_V)
         mixture, g, gate_T, score_BSM = self._opened(
-            output, hidden_BSD, memory, latent_mask, options
+            params, vocabulary, hidden_BSD, memory, latent_mask, options
         )
         gate_key, entry_key, word_key = jax.random.split(key, 3)
         # The default's noise is too coarse for gates and entries below 1e-7.
         opens_T = jax.random.bernoulli(gate_key, jnp.exp(gate_T), mode="high")
         entry_BS = jax.random.categorical(entry_key, score_BSM, mode="high")
         cached_BS = jnp.take_along_axis(_words(memory), entry_BS, axis=1)
-        word_T = ops.sample(*mixture, table_VE, bias_V, word_key, g, **options)
+        word_T = ops.sample(mixture, vocabulary, word_key, g, options)
         chosen_T = jnp.where(opens_T, _flat(cached_BS).astype(word_T.dtype), word_T)
         return jnp.where(jnp.isnan(gate_T), -1, chosen_T).reshape(entry_BS.shape)
 
-    def _opened(self, output, hidden_BSD, memory, latent_mask, options):
+    def _opened(self, params, vocabulary, hidden_BSD, memory, latent_mask, options):
         """The mixture with the joint's own weights, g, the gate, and the scores."""
-        params, table_VE, bias_V = output
         _check_range(params, hidden_BSD, memory)
         log_prior_TK, context_TKE = self.head.mix(
             params, _flat(hidden_BSD), latent_mask
         )
         g = self.head.activation(params)
         anything_T = jnp.zeros(len(context_TKE), jnp.int32)
-        _, lse_TK = ops.scores(context_TKE, table_VE, bias_V, anything_T, g, **options)
+        _, lse_TK = ops.scores(context_TKE, vocabulary, anything_T, g, options)
         score_BSM = similarities(hidden_BSD, memory)
         cache_BS = jax.nn.logsumexp(score_BSM, axis=-1)
-        cache_BS = _where_words(cache_BS, memory, table_VE, options)
+        cache_BS = _where_words(cache_BS, memory, vocabulary.table_VE, options)
         log_prior_TK, gate_T = cache.gates(log_prior_TK, lse_TK, _flat(cache_BS))
-        return base.Mixture(log_prior_TK, context_TKE), g, gate_T, score_BSM
+        return Mixture(log_prior_TK, context_TKE), g, gate_T, score_BSM
 
 
 def history(
@@ -252,7 +251,7 @@ def given(
     return Memory(states_BMD, words_BM, visible_BSM)
 
 
-def cached(head: base.Head) -> Cached:
+def cached(head: Head) -> Cached:
     """The head joined with a cache; an empty one changes nothing."""
     return Cached(head)
 
@@ -289,9 +288,8 @@ def ranking_loss(
     Positions without weight, and those whose memory does not hold the label, or holds
     nothing else, are left out of the mean; it is 0 if none is left.
     """
-    real_BS = weights_BS != 0
-    hidden_BSD = jnp.where(real_BS[:, :, None], hidden_BSD, 0.0)
-    labels_BS = jnp.where(real_BS, parts.word_ids(labels_BS=labels_BS), 0)
+    tokens = (hidden_BSD, word_ids(labels_BS=labels_BS))
+    hidden_BSD, labels_BS = without_padding(weights_BS, tokens)
     words_BM = _words(memory)
     direction_BSE = _directions(table_VE, labels_BS)
     cosine_BSM = jnp.einsum(
@@ -304,7 +302,7 @@ def ranking_loss(
         memory.visible_BSM,
         margin,
     )
-    paired_BS &= real_BS
+    paired_BS &= weights_BS != 0
     total = jnp.sum(jnp.where(paired_BS, mean_BS, 0.0))
     return total / jnp.maximum(jnp.sum(paired_BS), 1).astype(total.dtype)
 
@@ -314,13 +312,13 @@ def _check_range(params, hidden_BSD, memory):
 
 
 def _words(memory):
-    return parts.word_ids(words_BM=memory.words_BM)
+    return word_ids(words_BM=memory.words_BM)
 
 
 def _where_words(mass_BS, memory, table_VE, options):
     """The cache's log-mass, NaN at positions that see a word that is none."""
     words_BM = _words(memory)
-    vocab = parts.vocabulary(len(table_VE), Options(**options))
+    vocab = shards.word_count(len(table_VE), options)
     strange_BM = (words_BM < 0) | (words_BM >= vocab)
     seen_BS = jnp.any(memory.visible_BSM & strange_BM[:, None], axis=-1)
     return jnp.where(seen_BS, jnp.nan, mass_BS)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from softbottle.heads import base
+from softbottle.heads.base import Mixture, Params
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -42,18 +43,15 @@ class LowRank(base.Head):
                 f"{context_dim}."
             )
 
-    def init(self, key: jax.Array, hidden_dim: int, context_dim: int) -> base.Params:
+    def init(self, key: jax.Array, hidden_dim: int, context_dim: int) -> Params:
         """`project_DE`; see `Head.init`."""
         self.check_widths(hidden_dim, context_dim)
         bound = hidden_dim**-0.5
         return {"project_DE": bound * jax.random.normal(key, (hidden_dim, self.rank))}
 
     def mix(
-        self,
-        params: base.Params,
-        hidden_TD: jax.Array,
-        latent_mask: jax.Array | None = None,
-    ) -> base.Mixture:
+        self, params: Params, hidden_TD: jax.Array, latent_mask: jax.Array | None = None
+    ) -> Mixture:
         """The projected state as the only context; see `Head.mix`."""
         project_DE = params["project_DE"].astype(hidden_TD.dtype)
         return base.single(jnp.einsum("td,de->te", hidden_TD, project_DE), latent_mask)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from softbottle.heads import base, mos
+from softbottle.heads.base import Mixture, Params
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -30,11 +31,8 @@ class MixtureOfContexts(mos.MixtureOfSoftmaxes):
         return 1
 
     def mix(
-        self,
-        params: base.Params,
-        hidden_TD: jax.Array,
-        latent_mask: jax.Array | None = None,
-    ) -> base.Mixture:
+        self, params: Params, hidden_TD: jax.Array, latent_mask: jax.Array | None = None
+    ) -> Mixture:
         """The mean of the contexts as the only one; see `Head.mix`."""
         log_prior_TK, context_TKE = mos.mix_latent(params, hidden_TD, latent_mask)
         prior_TK = jnp.exp(log_prior_TK).astype(context_TKE.dtype)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from softbottle.heads import base
+from softbottle.heads.base import Mixture, Params
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -40,16 +41,13 @@ class MixtureOfSoftmaxes(base.Head):
         """Each context is a projection of the state."""
         return True
 
-    def init(self, key: jax.Array, hidden_dim: int, context_dim: int) -> base.Params:
+    def init(self, key: jax.Array, hidden_dim: int, context_dim: int) -> Params:
         """`prior_DK`, `latent_DKE` and `latent_bias_KE`; see `Head.init`."""
         return init_latent(key, self.components, hidden_dim, context_dim)
 
     def mix(
-        self,
-        params: base.Params,
-        hidden_TD: jax.Array,
-        latent_mask: jax.Array | None = None,
-    ) -> base.Mixture:
+        self, params: Params, hidden_TD: jax.Array, latent_mask: jax.Array | None = None
+    ) -> Mixture:
         """log softmax(h U) and tanh(h W_k + b_k); see `Head.mix`."""
         return mix_latent(params, hidden_TD, latent_mask)
 
@@ -93,7 +91,7 @@ class PlainOrMixed(base.Head):
         """The contexts of a mixture are projections of the state."""
         return self.components is not None
 
-    def init(self, key: jax.Array, hidden_dim: int, context_dim: int) -> base.Params:
+    def init(self, key: jax.Array, hidden_dim: int, context_dim: int) -> Params:
         """Those of a mixture of softmaxes, or none; see `Head.init`."""
         self.check_widths(hidden_dim, context_dim)
         if self.components is None:
@@ -101,11 +99,8 @@ class PlainOrMixed(base.Head):
         return init_latent(key, self.components, hidden_dim, context_dim)
 
     def mix(
-        self,
-        params: base.Params,
-        hidden_TD: jax.Array,
-        latent_mask: jax.Array | None = None,
-    ) -> base.Mixture:
+        self, params: Params, hidden_TD: jax.Array, latent_mask: jax.Array | None = None
+    ) -> Mixture:
         """As a mixture of softmaxes, or the state itself; see `Head.mix`."""
         if self.components is None:
             return base.single(hidden_TD, latent_mask)
@@ -114,7 +109,7 @@ class PlainOrMixed(base.Head):
 
 def init_latent(
     key: jax.Array, components: int, hidden_dim: int, context_dim: int
-) -> base.Params:
+) -> Params:
     """Parameters of the prior and of the contexts, started as PyTorch's Linear."""
     prior_key, latent_key, bias_key = jax.random.split(key, 3)
     latent_shape = (hidden_dim, components, context_dim)
@@ -126,8 +121,8 @@ def init_latent(
 
 
 def mix_latent(
-    params: base.Params, hidden_TD: jax.Array, latent_mask: jax.Array | None = None
-) -> base.Mixture:
+    params: Params, hidden_TD: jax.Array, latent_mask: jax.Array | None = None
+) -> Mixture:
     """log softmax(h U) and tanh(h W_k + b_k), the latter masked after the tanh."""
     wide = jnp.promote_types(hidden_TD.dtype, jnp.float32)
     prior_TK = jnp.einsum(
@@ -141,6 +136,4 @@ def mix_latent(
     )
     bias_KE = params["latent_bias_KE"].astype(hidden_TD.dtype)
     context_TKE = jnp.tanh(latent_TKE + bias_KE[None])
-    return base.Mixture(
-        jax.nn.log_softmax(prior_TK), base.masked(context_TKE, latent_mask)
-    )
+    return Mixture(jax.nn.log_softmax(prior_TK), base.masked(context_TKE, latent_mask))

@@ -6,24 +6,22 @@ from typing import ClassVar
 import jax
 
 from softbottle.heads import base
+from softbottle.heads.base import Mixture, Params
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Single(base.Head):
     """A head of one component that reads the hidden state as its context."""
 
-    def init(self, key: jax.Array, hidden_dim: int, context_dim: int) -> base.Params:
+    def init(self, key: jax.Array, hidden_dim: int, context_dim: int) -> Params:
         """No parameters; see `Head.init`."""
         del key
         self.check_widths(hidden_dim, context_dim)
         return {}
 
     def mix(
-        self,
-        params: base.Params,
-        hidden_TD: jax.Array,
-        latent_mask: jax.Array | None = None,
-    ) -> base.Mixture:
+        self, params: Params, hidden_TD: jax.Array, latent_mask: jax.Array | None = None
+    ) -> Mixture:
         """The state as the only context; see `Head.mix`."""
         del params
         return base.single(hidden_TD, latent_mask)

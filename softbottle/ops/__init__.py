@@ -2,5 +2,19 @@
 
 from softbottle.ops.mixture.activations import Activation
 from softbottle.ops.mixture.api import log_probs, loss, nll, sample, scores, top_k
+from softbottle.ops.mixture.arrays import Mixture, Targets, Vocabulary
+from softbottle.ops.mixture.options import Options
 
-__all__ = ["Activation", "log_probs", "loss", "nll", "sample", "scores", "top_k"]
+__all__ = [
+    "Activation",
+    "Mixture",
+    "Options",
+    "Targets",
+    "Vocabulary",
+    "log_probs",
+    "loss",
+    "nll",
+    "sample",
+    "scores",
+    "top_k",
+]

@@ -169,8 +169,8 @@ def _drawer(model, temperature, top_k, top_p, cache):
         if cache:
             head, states = model.cached, (hidden_BD[:, None], memory)
         if exact:
-            return head.sample(*output, *states, key, **options).reshape(-1)
-        log_p_BV = head.log_probs(*output, *states, **options)
+            return head.sample(*output, *states, key, options=options).reshape(-1)
+        log_p_BV = head.log_probs(*output, *states, options=options)
         log_p_BV = log_p_BV.reshape(len(hidden_BD), -1) / temperature
         cut = functools.partial(truncated, top_k=top_k, top_p=top_p)
         # The range of the default's noise is too small for words below 1e-7.

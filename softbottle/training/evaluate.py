@@ -1,5 +1,6 @@
 """A trained model against text, without dropout."""
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -147,8 +148,9 @@ def _with_memory(model, params, hidden_1SD, labels_1S, memory, kind):
     output = model.output(params)
     if isinstance(kind, Joint):
         tokens = (hidden_1SD, labels_1S, memory)
-        return model.cached.nll(*output, *tokens, **model.options)
-    nll_S = model.head.nll(*output, hidden_1SD[0], labels_1S[0], **model.options)
+        return model.cached.nll(*output, *tokens, options=model.options)
+    tokens = (hidden_1SD[0], labels_1S[0])
+    nll_S = model.head.nll(*output, *tokens, options=model.options)
     target_1S, lse_1S = cache.masses(
         hidden_1SD.astype(jnp.float32),
         memory.states_BMD,
@@ -210,16 +212,13 @@ def log_probs(
         (log P [T, V] in float32, the words read [T]), T at most `positions`.
     """
     ids = ids[: positions + 1]
+    # Products in the parameters' own precision.
+    exact = dataclasses.replace(model.options, compute_dtype=None)
     rows, words = [], []
     for hidden_TD, previous_T, _ in states(model, params, ids, 1, length):
         rows.append(
-            model.head.log_probs(*model.output(params), hidden_TD, **_plain(model))
+            model.head.log_probs(*model.output(params), hidden_TD, options=exact)
         )
         words.append(previous_T)
     log_p_TV = np.concatenate([np.asarray(part) for part in rows])
-    return log_p_TV[:, : model.options["vocab"]], np.concatenate(words)
-
-
-def _plain(model):
-    """The head's options, with products in the parameters' own precision."""
-    return model.options | {"compute_dtype": None}
+    return log_p_TV[:, : model.vocab], np.concatenate(words)

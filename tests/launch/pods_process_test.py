@@ -64,7 +64,7 @@ def test_a_host_s_training_is_stopped_by_its_id_and_a_namesake_is_left_alone(tmp
 
 
 def runs(pid):
-    """Whether a process has a thread left; its parent may not have asked for its end."""
+    """Whether a process has a thread left, even if nobody has asked for its end."""
     try:
         fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2]
     except (FileNotFoundError, ProcessLookupError):

@@ -11,6 +11,7 @@ the words of a large vocabulary pass by in blocks.
 Axes: C positions, or words, of a block.
 """
 
+import dataclasses
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ from scipy import special
 
 from softbottle import ops
 from softbottle.analysis.capture import Capture, bias_or_zeros, joined
+from softbottle.ops import Vocabulary
 
 _BLOCK = 256  # positions, or words, whose logits are held at a time
 
@@ -40,16 +42,17 @@ def mixtures(capture: Capture, precision: str = "float32") -> Iterator[Block]:
     That is all a rank needs: its bounds hold whatever the states are.
     """
     head, output, options = capture.readout
-    vocab, options = options["vocab"], options | {"compute_dtype": None}
+    options = dataclasses.replace(options, compute_dtype=None)
 
     @jax.jit
     def predict(output, hidden_CD, labels_C):
         params, table_VE, bias_V = output
-        log_p_CV = head.log_probs(*output, hidden_CD, **options)
+        log_p_CV = head.log_probs(*output, hidden_CD, options=options)
         log_prior_CK, context_CKE = head.mix(params, hidden_CD)
-        logits = context_CKE, table_VE, bias_V, labels_C, head.activation(params)
-        score_CK, lse_CK = ops.scores(*logits, **options)
-        return Block(log_p_CV[:, :vocab], log_prior_CK, score_CK - lse_CK)
+        logits = context_CKE, Vocabulary(table_VE, bias_V), labels_C
+        score_CK, lse_CK = ops.scores(*logits, head.activation(params), options)
+        log_label_CK = score_CK - lse_CK
+        return Block(log_p_CV[:, : options.vocab], log_prior_CK, log_label_CK)
 
     for hidden_CD, labels_C in capture.tokens:
         with jax.enable_x64(precision == "float64"):

@@ -110,7 +110,7 @@ def capture(
     """
     _check(ids)
     output, options = run.model.output(run.params), run.model.options
-    words = options["vocab"]
+    words = options.vocab
     table_VE, bias_V = (np.asarray(array[:words]) for array in output[1:])
     inner = Inner([], None)
     if {"states", "logits_LWHS"} & set(parts):
@@ -212,7 +212,7 @@ class Series:
         """Each checkpoint, in the order of the steps."""
         model, ids = self.run.model, self.ids
         score = evaluate.make_evaluator(model)
-        words, length = model.options["vocab"], self.run.config.data.eval_length
+        words, length = model.vocab, self.run.config.data.eval_length
         for step in steps(self.workdir):
             params, _ = checkpoint.read(self.workdir / "series", step, self.run.params)
             table_VE = np.asarray(model.output(params)[1][:words])

@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from softbottle.ops.mixture import parts
+from softbottle.ops.mixture.options import note
 
 IMPLEMENTATIONS = ("scan", "wavefront", "persistent")
 
@@ -175,7 +175,7 @@ def _choose(layers, rows, dtype):
     if platform == "gpu" and devices == 1:
         refusals = _refusals(layers, rows, dtype)
     chosen = "wavefront" if refusals else "persistent"
-    parts.note(f"LSTM: {chosen} (persistent: {'; '.join(refusals) or 'runs here'}).")
+    note(f"LSTM: {chosen} (persistent: {'; '.join(refusals) or 'runs here'}).")
     return chosen
 
 

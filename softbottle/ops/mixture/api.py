@@ -5,12 +5,9 @@
     loss       the weighted sum of nll, with its gradient computed in forward
     log_probs, top_k, sample
 
-`options` are those of options.py. `implementation` is "auto", "blocked" (XLA,
-everywhere), "pallas_gpu" (a kernel for Hopper GPUs), "pallas_tpu" (one for TPUs) or
-"reference" (dense: for checking). "auto" takes the GPU kernel where it runs and XLA
-elsewhere (the TPU kernel has been compiled for TPUs but not timed on one, so it is
-taken when asked for), says which in the log, and never changes a number by more than
-rounding.
+Arrays travel in threes: `Mixture(log_prior_TK, context_TKE)`, `Vocabulary(table_VE,
+bias_V)` and `Targets(labels_T, weights_T)`. How an operation is computed is said by its
+`Options`; which implementation was taken is said in the log.
 
 A label that is no word of the vocabulary gives NaN, never a plausible loss; run with
 `jax.debug_nans(True)` to be taken to the call. A token of weight 0 may hold any label.
@@ -23,188 +20,151 @@ import importlib
 import jax
 import jax.numpy as jnp
 
-from softbottle.ops.mixture import decode, parts
+from softbottle.ops.mixture import decode, likelihood, shards
 from softbottle.ops.mixture.activations import SOFTMAX, Activation
-from softbottle.ops.mixture.options import Options, check_range, sum_dtype
-
-# Each is a module of this package, imported when it is used: Pallas takes a while.
-IMPLEMENTATIONS = ("blocked", "pallas_gpu", "pallas_tpu", "reference")
+from softbottle.ops.mixture.arrays import (
+    Mixture,
+    Targets,
+    Vocabulary,
+    without_padding,
+)
+from softbottle.ops.mixture.implementation import Choice, Implementation, Shaped
+from softbottle.ops.mixture.options import DEFAULTS, Options, check_range, sum_dtype
 
 
 def scores(
     context_TKE: jax.Array,
-    table_VE: jax.Array,
-    bias_V: jax.Array | None,
+    vocabulary: Vocabulary,
     labels_T: jax.Array,
     activation: Activation = SOFTMAX,
-    **options,
+    options: Options = DEFAULTS,
 ) -> tuple[jax.Array, jax.Array]:
     """The differentiable primitive: (score [T, K], lse [T, K]).
 
     score is g(z) of the label and lse the log-normaliser over the vocabulary; both take
     arbitrary cotangents, so losses of other shapes follow by differentiation.
     """
-    chosen = Options(**options)
-    bias_V = _checked(context_TKE, table_VE, bias_V, chosen)
+    options = options.resolve()
+    vocabulary = _checked(context_TKE, vocabulary, options)
     _check_tokens(context_TKE, labels_T=labels_T)
-    labels_T = parts.word_ids(labels_T=labels_T)
-    lse_TK = _lse(context_TKE, table_VE, bias_V, activation, chosen)
-    score_TK = parts.target_score(
-        context_TKE, table_VE, bias_V, labels_T, activation, chosen
+    labels_T = likelihood.word_ids(labels_T=labels_T)
+    lse_TK = _lse(context_TKE, vocabulary, activation, options)
+    score_TK = likelihood.target_score(
+        context_TKE, vocabulary, labels_T, activation, options
     )
     return score_TK, lse_TK
 
 
 def nll(
-    log_prior_TK: jax.Array,
-    context_TKE: jax.Array,
-    table_VE: jax.Array,
-    bias_V: jax.Array | None,
+    mixture: Mixture,
+    vocabulary: Vocabulary,
     labels_T: jax.Array,
     activation: Activation = SOFTMAX,
-    **options,
+    options: Options = DEFAULTS,
 ) -> jax.Array:
     """-log P(label) = -logsumexp_k(log_prior + score - lse) of each token, [T]."""
+    log_prior_TK, context_TKE = mixture
     _check_tokens(context_TKE, log_prior_TK=log_prior_TK)
-    score_TK, lse_TK = scores(
-        context_TKE, table_VE, bias_V, labels_T, activation, **options
-    )
-    return -jax.nn.logsumexp(log_prior_TK + score_TK - lse_TK, axis=-1)
+    score_TK, lse_TK = scores(context_TKE, vocabulary, labels_T, activation, options)
+    return likelihood.nll(log_prior_TK, score_TK, lse_TK)
 
 
 def loss(
-    log_prior_TK: jax.Array,
-    context_TKE: jax.Array,
-    table_VE: jax.Array,
-    bias_V: jax.Array | None,
-    labels_T: jax.Array,
-    weights_T: jax.Array,
+    mixture: Mixture,
+    vocabulary: Vocabulary,
+    targets: Targets,
     activation: Activation = SOFTMAX,
-    **options,
+    options: Options = DEFAULTS,
 ) -> jax.Array:
     """sum_t weight[t] nll[t], a scalar whose gradient is computed in forward.
 
     A token of weight 0 may hold anything, even NaN, and therefore adds nothing to any
     gradient. That by its own weight is 0 as well; by another weight it is nll[t].
     """
-    chosen = Options(**options)
-    bias_V = _checked(context_TKE, table_VE, bias_V, chosen)
-    _check_tokens(
-        context_TKE, log_prior_TK=log_prior_TK, labels_T=labels_T, weights_T=weights_T
+    options = options.resolve()
+    context_TKE = mixture.context_TKE
+    vocabulary = _checked(context_TKE, vocabulary, options)
+    _check_tokens(context_TKE, log_prior_TK=mixture.log_prior_TK, **targets._asdict())
+    targets = Targets(
+        likelihood.word_ids(labels_T=targets.labels_T),
+        targets.weights_T.astype(sum_dtype(context_TKE, vocabulary.table_VE)),
     )
-    labels_T = parts.word_ids(labels_T=labels_T)
-    # Padding may hold anything, even NaN; where it is read its weight is 0, and 0 times
-    # a finite number is 0.
-    real_T = weights_T != 0
-    weights_T = weights_T.astype(sum_dtype(context_TKE, table_VE))
-    labels_T = jnp.where(real_T, labels_T, 0)
-    log_prior_TK = jnp.where(real_T[:, None], log_prior_TK, 0.0)
-    context_TKE = jnp.where(real_T[:, None, None], context_TKE, 0.0)
-    return _implementation(chosen, context_TKE).loss(
-        log_prior_TK,
-        context_TKE,
-        table_VE,
-        bias_V,
-        labels_T,
-        weights_T,
-        activation,
-        chosen,
-    )
+    mixture, targets = without_padding(targets.weights_T, (mixture, targets))
+    chosen = _implementation(options, context_TKE)
+    return chosen.loss(mixture, vocabulary, targets, activation, options)
+
+
+def choice(
+    context_TKE: Shaped,
+    table_VE: Shaped,
+    activation: Activation = SOFTMAX,
+    options: Options = DEFAULTS,
+) -> Choice:
+    """How `loss` would be computed on such arrays, of which only shapes are read."""
+    options = options.resolve()
+    chosen = _implementation(options, context_TKE)
+    return chosen.choice(context_TKE, table_VE, activation, options)
 
 
 def log_probs(
-    log_prior_TK: jax.Array,
-    context_TKE: jax.Array,
-    table_VE: jax.Array,
-    bias_V: jax.Array | None,
+    mixture: Mixture,
+    vocabulary: Vocabulary,
     activation: Activation = SOFTMAX,
-    **options,
+    options: Options = DEFAULTS,
 ) -> jax.Array:
     """log P(v) of every word, [T, V]; of the local words under `vocab_axis`."""
-    chosen = _decoding(options)
-    bias_V = _checked(context_TKE, table_VE, bias_V, chosen)
-    _check_tokens(context_TKE, log_prior_TK=log_prior_TK)
-    lse_TK = _lse(context_TKE, table_VE, bias_V, activation, chosen)
-    return decode.log_probs(
-        log_prior_TK, context_TKE, table_VE, bias_V, lse_TK, activation, chosen
-    )
+    options = _decoding(options)
+    vocabulary = _checked_mixture(mixture, vocabulary, options)
+    lse_TK = _lse(mixture.context_TKE, vocabulary, activation, options)
+    return decode.log_probs(mixture, vocabulary, lse_TK, activation, options)
 
 
 def top_k(
-    log_prior_TK: jax.Array,
-    context_TKE: jax.Array,
-    table_VE: jax.Array,
-    bias_V: jax.Array | None,
+    mixture: Mixture,
+    vocabulary: Vocabulary,
     k: int,
     activation: Activation = SOFTMAX,
-    **options,
+    options: Options = DEFAULTS,
 ) -> tuple[jax.Array, jax.Array]:
     """The k most probable words of each token: (log-probabilities, ids), [T, k]."""
-    chosen = _unsplit(_decoding(options), "top_k")
-    bias_V = _checked(context_TKE, table_VE, bias_V, chosen)
-    _check_tokens(context_TKE, log_prior_TK=log_prior_TK)
-    words = chosen.vocab or table_VE.shape[0]
+    options = _unsplit(_decoding(options), "top_k")
+    vocabulary = _checked_mixture(mixture, vocabulary, options)
+    words = options.vocab or len(vocabulary.table_VE)
     if not 1 <= k <= words:
         raise ValueError(f"k must be between 1 and the vocabulary's {words}, got {k}.")
-    lse_TK = _lse(context_TKE, table_VE, bias_V, activation, chosen)
-    return decode.top_k(
-        log_prior_TK, context_TKE, table_VE, bias_V, lse_TK, activation, chosen, k
-    )
+    lse_TK = _lse(mixture.context_TKE, vocabulary, activation, options)
+    return decode.top_k(mixture, vocabulary, lse_TK, activation, options, k)
 
 
 def sample(
-    log_prior_TK: jax.Array,
-    context_TKE: jax.Array,
-    table_VE: jax.Array,
-    bias_V: jax.Array | None,
+    mixture: Mixture,
+    vocabulary: Vocabulary,
     key: jax.Array,
     activation: Activation = SOFTMAX,
-    **options,
+    options: Options = DEFAULTS,
 ) -> jax.Array:
-    """One word a token, drawn exactly: a component, then Gumbel-max over it; [T]."""
-    chosen = _unsplit(_decoding(options), "sample")
-    bias_V = _checked(context_TKE, table_VE, bias_V, chosen)
-    _check_tokens(context_TKE, log_prior_TK=log_prior_TK)
-    _implementation(chosen, context_TKE)
-    return decode.sample(
-        log_prior_TK, context_TKE, table_VE, bias_V, activation, chosen, key
-    )
+    """One word per token, drawn exactly: a component, then Gumbel-max over it; [T]."""
+    options = _unsplit(_decoding(options), "sample")
+    vocabulary = _checked_mixture(mixture, vocabulary, options)
+    return decode.sample(mixture, vocabulary, activation, options, key)
 
 
-def _implementation(options, context_TKE):
-    name = options.implementation
-    if name == "auto":
-        name = "pallas_gpu" if _is_hopper() else "blocked"
-        parts.note(f"The head's implementation is {name}.")
-    if name not in IMPLEMENTATIONS:
-        raise ValueError(
-            f"no implementation is called {name!r}; there are "
-            f"{sorted(IMPLEMENTATIONS)} and 'auto'."
-        )
+def _implementation(options: Options, context_TKE: Shaped) -> Implementation:
     # A grid of no blocks is nothing that a kernel could be started with.
-    name = name if len(context_TKE) else "blocked"
-    return importlib.import_module(f"softbottle.ops.mixture.{name}")
+    name = options.implementation if context_TKE.shape[0] else "blocked"
+    return importlib.import_module(f"softbottle.ops.mixture.{name}").IMPLEMENTATION
 
 
-def _is_hopper():
-    """Whether the default device is what the GPU kernel is for, and jax new enough."""
-    device = jax.devices()[0]
-    capability = getattr(device, "compute_capability", None)
-    return capability == "9.0" and jax.__version_info__ >= (0, 11)
-
-
-def _lse(context_TKE, table_VE, bias_V, activation, options):
-    local_TK = _implementation(options, context_TKE).lse(
-        context_TKE, table_VE, bias_V, activation, options
-    )
-    return parts.over_shards(local_TK, options)
+def _lse(context_TKE, vocabulary, activation, options):
+    chosen = _implementation(options, context_TKE)
+    local_TK = chosen.lse(context_TKE, vocabulary, activation, options)
+    return shards.joint_lse(local_TK, options)
 
 
 def _decoding(options):
     """The options; a GPU's large blocks, which pay in training, would be [T, K, V]."""
-    chosen = Options(**options)
-    budget_bytes = chosen.budget_bytes or decode.BUDGET_BYTES
-    return dataclasses.replace(chosen, budget_bytes=budget_bytes)
+    budget_bytes = options.budget_bytes or decode.BUDGET_BYTES
+    return dataclasses.replace(options.resolve(), budget_bytes=budget_bytes)
 
 
 def _unsplit(options, name):
@@ -216,8 +176,15 @@ def _unsplit(options, name):
     return options
 
 
-def _checked(context_TKE, table_VE, bias_V, options):
-    """Check the arrays that every operation shares; a missing bias is zero."""
+def _checked_mixture(mixture, vocabulary, options):
+    vocabulary = _checked(mixture.context_TKE, vocabulary, options)
+    _check_tokens(mixture.context_TKE, log_prior_TK=mixture.log_prior_TK)
+    return vocabulary
+
+
+def _checked(context_TKE, vocabulary, options):
+    """Check the arrays that every operation shares; a missing bias becomes zeros."""
+    table_VE, bias_V = vocabulary
     check_range(context_TKE=context_TKE, table_VE=table_VE, bias_V=bias_V)
     for name, array, rank in (
         ("context_TKE", context_TKE, 3),
@@ -238,7 +205,8 @@ def _checked(context_TKE, table_VE, bias_V, options):
         raise ValueError(f"bias_V has {bias_V.shape[0]} entries for {rows} rows.")
     if options.vocab_axis is None and options.vocab and options.vocab > rows:
         raise ValueError(f"vocab={options.vocab} exceeds the table's {rows} rows.")
-    return jnp.zeros(rows, table_VE.dtype) if bias_V is None else bias_V
+    zeros_V = jnp.zeros(rows, table_VE.dtype)
+    return Vocabulary(table_VE, zeros_V if bias_V is None else bias_V)
 
 
 def _check_tokens(context_TKE, **arrays):

@@ -19,12 +19,15 @@ to rounding; without learned segments they give the same bits twice.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from softbottle.ops.mixture import exponential, parts
+from softbottle.ops.mixture import exponential, likelihood, shards
 from softbottle.ops.mixture.activations import Activation
+from softbottle.ops.mixture.arrays import Mixture, Targets, Vocabulary
+from softbottle.ops.mixture.implementation import Choice, Implementation, Shaped
 from softbottle.ops.mixture.options import (
     Options,
     chunk_count,
@@ -33,178 +36,155 @@ from softbottle.ops.mixture.options import (
 )
 
 
-def lse(context_TKE, table_VE, bias_V, activation: Activation, options: Options):
-    """Log-normaliser of every token and component, [T, K], over the local rows."""
+def _lse(context_TKE, vocabulary, activation, options):
     theta = jax.tree.map(jnp.asarray, activation.theta)
-    inputs = parts.varying_together(theta, context_TKE, table_VE, bias_V)
-    return _lse(activation.apply, options, *inputs)
+    inputs = shards.varying_together(theta, context_TKE, vocabulary)
+    return _fused_lse(activation.apply, options, *inputs)
 
 
-def loss(
-    log_prior_TK,
-    context_TKE,
-    table_VE,
-    bias_V,
-    labels_T,
-    weights_T,
-    activation: Activation,
-    options: Options,
-):
-    """Weighted sum of the tokens' negative log-likelihoods, gradient in forward."""
+def _loss(mixture, vocabulary, targets, activation, options):
     if exponential.takes(activation):
+        route = _route(options)
         return exponential.loss(
-            _route(),
-            log_prior_TK,
-            context_TKE,
-            table_VE,
-            bias_V,
-            labels_T,
-            weights_T,
-            activation,
-            options,
+            route, mixture, vocabulary, targets, activation, options
         )
     theta = jax.tree.map(jnp.asarray, activation.theta)
-    theta, context_TKE, table_VE, bias_V = parts.varying_together(
-        theta, context_TKE, table_VE, bias_V
-    )
-    tokens = parts.varying_together(log_prior_TK, labels_T, weights_T)
-    return _loss(
-        activation.apply, options, theta, context_TKE, table_VE, bias_V, *tokens
-    )
+    inputs = likelihood.vary(theta, mixture, vocabulary, targets)
+    return _learned_loss(activation.apply, options, *inputs)
 
 
-def _route():
+def _choice(context_TKE, table_VE, activation, options):
+    if exponential.takes(activation):
+        count = exponential.chunks(_route(options), context_TKE, table_VE, options)
+    else:
+        count = chunks(context_TKE, table_VE, options)
+    return Choice("blocked", -(-context_TKE.shape[0] // count))
+
+
+def _route(options):
     """Plain XLA; matrix units of GPUs want aligned tables, CPUs gain nothing."""
-    if jax.default_backend() == "gpu":
-        return exponential.Route(exponential.xla_first, lse, (8, 128, 64), 32)
-    return exponential.Route(exponential.xla_first, lse, (1, 1, 1), 1)
+    if options.on_gpu:
+        return exponential.Route(exponential.xla_first, _lse, (8, 128, 64), 32)
+    return exponential.Route(exponential.xla_first, _lse, (1, 1, 1), 1)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _lse(apply, options, theta, context_TKE, table_VE, bias_V):
-    table_VE = _cast(options, context_TKE, table_VE)
+def _fused_lse(apply, options, theta, context_TKE, vocabulary):
+    cast = _cast(options, context_TKE, vocabulary)
 
     def chunk(_, context_CKE):
-        g_CKV = apply(theta, parts.logits(context_CKE, table_VE, bias_V, options))
+        g_CKV = apply(theta, likelihood.logits(context_CKE, cast, options))
         return (), _masked_lse(g_CKV, options)
 
-    return _over_chunks(chunk, (), context_TKE, table_VE, options)[1]
+    count = chunks(context_TKE, vocabulary.table_VE, options)
+    return likelihood.over_chunks(chunk, (), context_TKE, count)[1]
 
 
-def _lse_forward(apply, options, theta, context_TKE, table_VE, bias_V):
-    lse_TK = _lse(apply, options, theta, context_TKE, table_VE, bias_V)
-    return lse_TK, (theta, context_TKE, table_VE, bias_V, lse_TK)
+def _lse_forward(apply, options, theta, context_TKE, vocabulary):
+    lse_TK = _fused_lse(apply, options, theta, context_TKE, vocabulary)
+    return lse_TK, (theta, context_TKE, vocabulary, lse_TK)
 
 
-def lse_backward(apply, options, saved, lse_bar_TK):
-    """The gradients of theta, context, table and bias, from what a forward saved."""
-    theta, context_TKE, table_VE, bias_V, lse_TK = saved
-    cast_VE = _cast(options, context_TKE, table_VE)
+def lse_backward(
+    apply: Any, options: Options, saved: Any, lse_bar_TK: jax.Array
+) -> tuple[Any, jax.Array, Vocabulary]:
+    """The gradients of theta, context and vocabulary, from what a forward saved."""
+    theta, context_TKE, vocabulary, lse_TK = saved
+    cast = _cast(options, context_TKE, vocabulary)
 
     def chunk(sums, tokens):
         context_CKE, lse_CK, lse_bar_CK = tokens
-        z_CKV = parts.logits(context_CKE, cast_VE, bias_V, options)
+        z_CKV = likelihood.logits(context_CKE, cast, options)
         g_CKV, pull = jax.vjp(apply, theta, z_CKV)
         p_CKV = _probabilities(g_CKV, lse_CK, options)
         bar_CK1 = lse_bar_CK[:, :, None]
         theta_bar, z_bar_CKV = pull(jnp.where(bar_CK1 != 0, bar_CK1 * p_CKV, 0.0))
-        return _add_products(sums, theta_bar, z_bar_CKV, context_CKE, cast_VE)
+        return _add_products(sums, theta_bar, z_bar_CKV, context_CKE, cast.table_VE)
 
-    sums = _zero_sums(theta, context_TKE, table_VE, bias_V)
+    sums = _zero_sums(theta, context_TKE, vocabulary)
     tokens = (context_TKE, lse_TK, lse_bar_TK)
-    sums, context_bar_TKE = _over_chunks(chunk, sums, tokens, table_VE, options)
-    return _like((theta, table_VE, bias_V), sums, context_TKE, context_bar_TKE)
+    count = chunks(context_TKE, vocabulary.table_VE, options)
+    sums, context_bar_TKE = likelihood.over_chunks(chunk, sums, tokens, count)
+    theta_bar, vocabulary_bar = _like((theta, vocabulary), sums)
+    return theta_bar, context_bar_TKE.astype(context_TKE.dtype), vocabulary_bar
 
 
-_lse.defvjp(_lse_forward, lse_backward)
+_fused_lse.defvjp(_lse_forward, lse_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _loss(apply, options, theta, context_TKE, table_VE, bias_V, *tokens):
-    log_prior_TK, labels_T, weights_T = tokens
-    lse_TK = _lse(apply, options, theta, context_TKE, table_VE, bias_V)
-    score_TK = parts.target_score(
-        context_TKE,
-        table_VE,
-        bias_V,
-        labels_T,
-        Activation(apply, params=theta),
-        options,
-    )
-    lse_TK = parts.over_shards(lse_TK, options)
-    return parts.weighted(weights_T, parts.nll(log_prior_TK, score_TK, lse_TK))
+def _learned_loss(apply, options, theta, mixture, vocabulary, targets):
+    activation = Activation(apply, params=theta)
+    return likelihood.loss_from(_lse, mixture, vocabulary, targets, activation, options)
 
 
-def _loss_forward(apply, options, theta, context_TKE, table_VE, bias_V, *tokens):
-    log_prior_TK, labels_T, weights_T = tokens
-    cast_VE = _cast(options, context_TKE, table_VE)
+def _learned_forward(apply, options, theta, mixture, vocabulary, targets):
+    cast = _cast(options, mixture.context_TKE, vocabulary)
     activation = Activation(apply, params=theta)
 
     def chunk(sums, tokens):
-        context_CKE, log_prior_CK, labels_C, weights_C = tokens
-        z_CKV = parts.logits(context_CKE, cast_VE, bias_V, options)
+        (log_prior_CK, context_CKE), (labels_C, weights_C) = tokens
+        z_CKV = likelihood.logits(context_CKE, cast, options)
         g_CKV, pull = jax.vjp(apply, theta, z_CKV)
-        lse_CK = parts.over_shards(_masked_lse(g_CKV, options), options)
-        score_CK = parts.target_score(
-            context_CKE, cast_VE, bias_V, labels_C, activation, options
+        lse_CK = shards.joint_lse(_masked_lse(g_CKV, options), options)
+        score_CK = likelihood.target_score(
+            context_CKE, cast, labels_C, activation, options
         )
-        nll_C = parts.nll(log_prior_CK, score_CK, lse_CK)
-        weight_CK = parts.responsibility(
-            log_prior_CK, score_CK, lse_CK, nll_C, weights_C
-        )
+        nll_C = likelihood.nll(log_prior_CK, score_CK, lse_CK)
+        posterior_CK = likelihood.posterior(log_prior_CK, score_CK, lse_CK, nll_C)
+        weight_CK = weights_C[:, None] * posterior_CK
         p_CKV = _probabilities(g_CKV, lse_CK, options)
-        hit_CV = _hits(labels_C, cast_VE.shape[0], options)
+        hit_CV = _hits(labels_C, len(cast.table_VE), options)
         p_CKV = jnp.where(hit_CV[:, None], p_CKV - 1.0, p_CKV)
         theta_bar, z_bar_CKV = pull(weight_CK[:, :, None] * p_CKV)
         sums, context_bar_CKE = _add_products(
-            sums, theta_bar, z_bar_CKV, context_CKE, cast_VE
+            sums, theta_bar, z_bar_CKV, context_CKE, cast.table_VE
         )
         return sums, (context_bar_CKE, nll_C, weight_CK)
 
-    sums = _zero_sums(theta, context_TKE, table_VE, bias_V)
-    chunked = (context_TKE, log_prior_TK, labels_T, weights_T)
-    sums, by_token = _over_chunks(chunk, sums, chunked, table_VE, options)
+    sums = _zero_sums(theta, mixture.context_TKE, vocabulary)
+    count = chunks(mixture.context_TKE, vocabulary.table_VE, options)
+    sums, by_token = likelihood.over_chunks(chunk, sums, (mixture, targets), count)
     context_bar_TKE, nll_T, weight_TK = by_token
-    bars = _like((theta, table_VE, bias_V), sums, context_TKE, context_bar_TKE)
-    prior_bar_TK = -weight_TK.astype(log_prior_TK.dtype)
-    nll_T = jnp.where(weights_T != 0, nll_T, 0.0).astype(weights_T.dtype)
-    return parts.weighted(weights_T, nll_T), (bars, prior_bar_TK, nll_T)
+    nll_T = nll_T.astype(targets.weights_T.dtype)
+    theta_bar, vocabulary_bar = _like((theta, vocabulary), sums)
+    mixture_bar = _like(mixture, Mixture(-weight_TK, context_bar_TKE))
+    bars = (theta_bar, mixture_bar, vocabulary_bar, Targets(None, nll_T))
+    return likelihood.weighted(targets.weights_T, nll_T), bars
 
 
-def _loss_backward(apply, options, saved, loss_bar):
+def _learned_backward(apply, options, saved, loss_bar):
     del apply
-    return parts.loss_backward(saved, loss_bar, options)
+    return likelihood.loss_backward(saved, loss_bar, options)
 
 
-_loss.defvjp(_loss_forward, _loss_backward)
+_learned_loss.defvjp(_learned_forward, _learned_backward)
 
 
-def _over_chunks(chunk, carry, tokens, table_VE, options):
-    """Scan `chunk(carry, tokens) -> (carry, by_token)` over chunks of tokens."""
-    context_TKE = tokens[0] if isinstance(tokens, tuple) else tokens
-    count, components = context_TKE.shape[:2]
+def chunks(context_TKE: Shaped, table_VE: Shaped, options: Options) -> int:
+    """How many chunks of tokens there are, all logits of one within the budget."""
+    tokens, components = context_TKE.shape[:2]
     itemsize = sum_dtype(context_TKE, table_VE).itemsize
     row_bytes = components * table_VE.shape[0] * itemsize
-    chunks = chunk_count(count, row_bytes, options.block_bytes)
-    return parts.over_chunks(chunk, carry, tokens, chunks)
+    return chunk_count(tokens, row_bytes, options.block_bytes)
 
 
-def _zero_sums(theta, context_TKE, table_VE, bias_V):
-    """Zero accumulators, as float32 or better, for theta, table and bias."""
-    dtype = sum_dtype(context_TKE, table_VE)
+def _zero_sums(theta, context_TKE, vocabulary):
+    """Zero accumulators, as float32 or better, for theta and the vocabulary."""
+    dtype = sum_dtype(context_TKE, vocabulary.table_VE)
     zeros = jax.tree.map(
         lambda leaf: jnp.zeros(
             jnp.shape(leaf), jnp.promote_types(jnp.result_type(leaf), dtype)
         ),
-        (theta, table_VE, bias_V),
+        (theta, vocabulary),
     )
     axes = jax.typeof(context_TKE).manual_axis_type.varying
-    return parts.vary_over(axes, *zeros)
+    return shards.vary_over(axes, *zeros)
 
 
 def _add_products(sums, theta_bar, z_bar_CKV, context_CKE, table_VE):
     """Add a chunk's gradient of theta, table and bias; return that of its contexts."""
-    theta_sum, table_sum_VE, bias_sum_V = sums
+    theta_sum, (table_sum_VE, bias_sum_V) = sums
     wide = z_bar_CKV.dtype
     dtype = table_VE.dtype
     z_cast_CKV = z_bar_CKV.astype(dtype)
@@ -219,28 +199,24 @@ def _add_products(sums, theta_bar, z_bar_CKV, context_CKE, table_VE):
     )
     bias_sum_V += jnp.sum(z_bar_CKV, axis=(0, 1))
     theta_sum = jax.tree.map(jnp.add, theta_sum, theta_bar)
-    return (theta_sum, table_sum_VE, bias_sum_V), context_bar_CKE
+    return (theta_sum, Vocabulary(table_sum_VE, bias_sum_V)), context_bar_CKE
 
 
-def _like(inputs, sums, context_TKE, context_bar_TKE):
-    """The gradients in their inputs' dtypes: theta, context, table, bias."""
-    theta_bar, table_bar_VE, bias_bar_V = jax.tree.map(
-        lambda array, total: total.astype(jnp.result_type(array)), inputs, sums
-    )
-    return (
-        theta_bar,
-        context_bar_TKE.astype(context_TKE.dtype),
-        table_bar_VE,
-        bias_bar_V,
+def _like(inputs, bars):
+    """The gradients in their inputs' dtypes."""
+    return jax.tree.map(
+        lambda array, bar: bar.astype(jnp.result_type(array)), inputs, bars
     )
 
 
-def _cast(options, context_TKE, table_VE):
-    return table_VE.astype(product_dtype(options, context_TKE, table_VE))
+def _cast(options, context_TKE, vocabulary):
+    """The vocabulary with the table in the products' dtype."""
+    dtype = product_dtype(options, context_TKE, vocabulary.table_VE)
+    return Vocabulary(vocabulary.table_VE.astype(dtype), vocabulary.bias_V)
 
 
 def _masked_lse(g_CKV, options):
-    live_V = parts.live_rows(g_CKV.shape[-1], options)
+    live_V = shards.live_rows(g_CKV.shape[-1], options)
     g_CKV = jnp.where(live_V[None, None], g_CKV, -jnp.inf)
     top_CK = jnp.max(g_CKV, axis=-1)
     # A shard may hold nothing but padding; its maximum is then -inf.
@@ -249,10 +225,13 @@ def _masked_lse(g_CKV, options):
 
 
 def _probabilities(g_CKV, lse_CK, options):
-    live_V = parts.live_rows(g_CKV.shape[-1], options)
+    live_V = shards.live_rows(g_CKV.shape[-1], options)
     return jnp.where(live_V[None, None], jnp.exp(g_CKV - lse_CK[:, :, None]), 0.0)
 
 
 def _hits(labels_C, rows, options):
-    ids_V = jnp.arange(rows) + parts.first_row(rows, options)
+    ids_V = jnp.arange(rows) + shards.first_row(rows, options)
     return labels_C[:, None] == ids_V[None]
+
+
+IMPLEMENTATION = Implementation(_lse, _loss, _choice)

@@ -23,8 +23,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from softbottle.ops.mixture import parts
+from softbottle.ops.mixture import likelihood, shards
 from softbottle.ops.mixture.activations import Activation
+from softbottle.ops.mixture.arrays import Mixture, Vocabulary
 from softbottle.ops.mixture.options import Options, sum_dtype
 
 # Of a block of logits, unless the caller says otherwise.
@@ -39,21 +40,24 @@ class Words(NamedTuple):
     """A block of the table's rows; `start` is the first one's number."""
 
     start: int | jax.Array
-    table_WE: jax.Array
-    bias_W: jax.Array
+    local: Vocabulary
     live_W: jax.Array
 
 
 def log_probs(
-    log_prior_TK, context_TKE, table_VE, bias_V, lse_TK, activation, options: Options
-):
+    mixture: Mixture,
+    vocabulary: Vocabulary,
+    lse_TK: jax.Array,
+    activation: Activation,
+    options: Options,
+) -> jax.Array:
     """Log-probabilities [T, V]; -inf on rows beyond the vocabulary."""
-    rows = table_VE.shape[0]
-    chunks, size = _blocks(context_TKE, table_VE, options, UNIT)
+    rows = len(vocabulary.table_VE)
+    chunks, size = _blocks(mixture.context_TKE, vocabulary, options, UNIT)
 
     def one_chunk(_, tokens):
         def write(log_p_CV, words):
-            log_p_CW = _mixture(*tokens, words, activation, options)
+            log_p_CW = _log_p(*tokens, words, activation, options)
             if log_p_CV is None:
                 beyond = ((0, 0), (0, rows - log_p_CW.shape[1]))
                 return jnp.pad(log_p_CW, beyond, constant_values=-jnp.inf)
@@ -61,24 +65,28 @@ def log_probs(
                 log_p_CV, log_p_CW, words.start, axis=1
             )
 
-        return (), _over_words(write, table_VE, bias_V, options, size)
+        return (), _over_words(write, vocabulary, options, size)
 
-    tokens = (log_prior_TK, context_TKE, lse_TK)
-    return parts.over_chunks(one_chunk, (), tokens, chunks)[1]
+    return likelihood.over_chunks(one_chunk, (), (mixture, lse_TK), chunks)[1]
 
 
 def top_k(
-    log_prior_TK, context_TKE, table_VE, bias_V, lse_TK, activation, options, k: int
-):
+    mixture: Mixture,
+    vocabulary: Vocabulary,
+    lse_TK: jax.Array,
+    activation: Activation,
+    options: Options,
+    k: int,
+) -> tuple[jax.Array, jax.Array]:
     """The k most probable words of each token: (log-probabilities, ids), [T, k].
 
     Of equally probable words the first comes first.
     """
-    chunks, size = _blocks(context_TKE, table_VE, options, k)
+    chunks, size = _blocks(mixture.context_TKE, vocabulary, options, k)
 
     def one_chunk(_, tokens):
         def merge(best, words):
-            log_p_CW = _mixture(*tokens, words, activation, options)
+            log_p_CW = _log_p(*tokens, words, activation, options)
             values_Ck, ids_Ck = _best(log_p_CW, min(k, log_p_CW.shape[1]))
             ids_Ck += words.start
             if best is None:
@@ -88,20 +96,26 @@ def top_k(
             ids_CJ = jnp.concatenate([best[1], ids_Ck], axis=1)
             return _best_of(values_CJ, ids_CJ, k)
 
-        return (), _over_words(merge, table_VE, bias_V, options, size)
+        return (), _over_words(merge, vocabulary, options, size)
 
-    tokens = (log_prior_TK, context_TKE, lse_TK)
-    return parts.over_chunks(one_chunk, (), tokens, chunks)[1]
+    return likelihood.over_chunks(one_chunk, (), (mixture, lse_TK), chunks)[1]
 
 
-def sample(log_prior_TK, context_TKE, table_VE, bias_V, activation, options, key):
-    """One word a token, drawn exactly from the mixture: ids [T]."""
+def sample(
+    mixture: Mixture,
+    vocabulary: Vocabulary,
+    activation: Activation,
+    options: Options,
+    key: jax.Array,
+) -> jax.Array:
+    """One word per token, drawn exactly from the mixture: ids [T]."""
+    log_prior_TK, context_TKE = mixture
     prior_key, word_key = jax.random.split(key)
     log_prior_TK = log_prior_TK.astype(sum_dtype(log_prior_TK))
     component_T = jax.random.categorical(prior_key, log_prior_TK, mode="high")
     context_T1E = jnp.take_along_axis(context_TKE, component_T[:, None, None], axis=1)
     # A score's noise is made of two random numbers.
-    chunks, size = _blocks(context_T1E, table_VE, options, UNIT, arrays=3)
+    chunks, size = _blocks(context_T1E, vocabulary, options, UNIT, arrays=3)
     # Other generators draw for a batch of keys what depends on the whole batch.
     word_key = jax.random.wrap_key_data(
         jax.random.bits(word_key, (2,), jnp.uint32), impl="threefry2x32"
@@ -119,10 +133,10 @@ def sample(log_prior_TK, context_TKE, table_VE, bias_V, activation, options, key
             ahead_C = value_C > best[0]
             return jnp.maximum(value_C, best[0]), jnp.where(ahead_C, id_C, best[1])
 
-        return (), _over_words(race, table_VE, bias_V, options, size)[1]
+        return (), _over_words(race, vocabulary, options, size)[1]
 
     tokens = (context_T1E, jnp.arange(context_T1E.shape[0]))
-    return parts.over_chunks(one_chunk, (), tokens, chunks)[1]
+    return likelihood.over_chunks(one_chunk, (), tokens, chunks)[1]
 
 
 def _best(log_p_CW, k):
@@ -171,23 +185,25 @@ def _winner(g_CW, key_C, start):
     return jnp.max(best_CN, axis=1), start + (unit_C1 * UNIT + within_C1)[:, 0]
 
 
-def _mixture(log_prior_CK, context_CKE, lse_CK, words, activation, options):
+def _log_p(mixture, lse_CK, words, activation, options):
     """log P of a block of words, [C, W]."""
+    log_prior_CK, context_CKE = mixture
     g_CKW = _scores(context_CKE, words, activation, options)
     return jax.nn.logsumexp(g_CKW + (log_prior_CK - lse_CK)[:, :, None], axis=1)
 
 
 def _scores(context_CKE, words: Words, activation: Activation, options):
-    z_CKW = parts.logits(context_CKE, words.table_WE, words.bias_W, options)
+    z_CKW = likelihood.logits(context_CKE, words.local, options)
     g_CKW = activation.apply(activation.theta, z_CKW)
     return jnp.where(words.live_W[None, None], g_CKW, -jnp.inf)
 
 
-def _blocks(context_TKE, table_VE, options, least, arrays=1):
+def _blocks(context_TKE, vocabulary, options, least, arrays=1):
     """How many chunks of tokens there are, and words of a block (at least `least`).
 
     `arrays` of a block's size are held at once.
     """
+    table_VE = vocabulary.table_VE
     (tokens, components, _), rows = context_TKE.shape, table_VE.shape[0]
     itemsize = sum_dtype(context_TKE, table_VE).itemsize
     cells = options.block_bytes // (arrays * components * itemsize)
@@ -198,16 +214,16 @@ def _blocks(context_TKE, table_VE, options, least, arrays=1):
     return -(-tokens // size), min(rows, max(least, cells // size // UNIT * UNIT))
 
 
-def _over_words(add, table_VE, bias_V, options, size):
+def _over_words(add, vocabulary, options, size):
     """Fold `add(state, words)` over blocks of `size` words; the first has no state."""
-    rows = table_VE.shape[0]
-    live_V = parts.live_rows(rows, options)
+    rows = len(vocabulary.table_VE)
+    live_V = shards.live_rows(rows, options)
 
     def words(start, size):
-        arrays = (table_VE, bias_V, live_V)
-        return Words(
-            start, *(jax.lax.dynamic_slice_in_dim(a, start, size) for a in arrays)
-        )
+        def cut(array):
+            return jax.lax.dynamic_slice_in_dim(array, start, size)
+
+        return Words(start, *jax.tree.map(cut, (vocabulary, live_V)))
 
     whole, rest = divmod(rows, size)
     state = add(None, words(0, size))

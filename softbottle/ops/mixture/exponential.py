@@ -29,13 +29,14 @@ like, its padding never enters a sum, and the same inputs give the same bits.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from softbottle.ops.mixture import parts
+from softbottle.ops.mixture import likelihood, shards
 from softbottle.ops.mixture.activations import DEAD, Activation
+from softbottle.ops.mixture.arrays import Mixture, Targets, Vocabulary
 from softbottle.ops.mixture.options import (
     Options,
     chunk_count,
@@ -54,8 +55,9 @@ class Route(NamedTuple):
     """How a platform computes the products, and the sizes that it likes.
 
     Attributes:
-        first: (context_RQ, table_PQ, bias_P, ref_R, activation) -> (E_RP, sum_R).
-        lse: (context_TKE, table_VE, bias_V, activation, options) -> normalisers [T, K].
+        first: (context_RQ, table_PQ, bias_P, ref_R, activation, options) ->
+            (E_RP, sum_R).
+        lse: (context_TKE, vocabulary, activation, options) -> normalisers [T, K].
         multiples: what rows, words and width of the first product are padded to.
         width: what the width of the third product is padded to.
     """
@@ -73,33 +75,35 @@ def takes(activation: Activation) -> bool:
 
 def loss(
     route: Route,
-    log_prior_TK,
-    context_TKE,
-    table_VE,
-    bias_V,
-    labels_T,
-    weights_T,
+    mixture: Mixture,
+    vocabulary: Vocabulary,
+    targets: Targets,
     activation: Activation,
     options: Options,
-):
+) -> jax.Array:
     """Weighted sum of the tokens' negative log-likelihoods, gradient in forward."""
-    shared = parts.varying_together(context_TKE, table_VE, bias_V)
-    tokens = parts.varying_together(log_prior_TK, labels_T, weights_T)
-    return _loss(route, activation, options, *shared, *tokens)
+    _, *inputs = likelihood.vary((), mixture, vocabulary, targets)
+    return _loss(route, activation, options, *inputs)
+
+
+def chunks(route: Route, context_TKE: Any, table_VE: Any, options: Options) -> int:
+    """How many chunks of tokens there are; of the arrays only shapes are read."""
+    tokens, components = context_TKE.shape[:2]
+    words = _round_up(table_VE.shape[0], route.multiples[1])
+    row_bytes = words * product_dtype(options, context_TKE, table_VE).itemsize
+    return chunk_count(tokens, components * row_bytes, options.loss_bytes(row_bytes))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _loss(route, activation, options, context_TKE, table_VE, bias_V, *tokens):
-    log_prior_TK, labels_T, weights_T = tokens
-    shared = (context_TKE, table_VE, bias_V)
-    lse_TK = parts.over_shards(route.lse(*shared, activation, options), options)
-    score_TK = parts.target_score(*shared, labels_T, activation, options)
-    return parts.weighted(weights_T, parts.nll(log_prior_TK, score_TK, lse_TK))
+def _loss(route, activation, options, mixture, vocabulary, targets):
+    return likelihood.loss_from(
+        route.lse, mixture, vocabulary, targets, activation, options
+    )
 
 
-def _loss_forward(route, activation, options, context_TKE, table_VE, bias_V, *tokens):
-    log_prior_TK, labels_T, weights_T = tokens
-    padded = _pad(route, context_TKE, table_VE, bias_V, options)
+def _loss_forward(route, activation, options, mixture, vocabulary, targets):
+    context_TKE, table_VE = mixture.context_TKE, vocabulary.table_VE
+    padded = _pad(route, context_TKE, vocabulary, options)
 
     # Under `vmap` one element after the other: a batched guard would take both ways.
     one_chunk = jax.custom_batching.sequential_vmap(
@@ -109,32 +113,26 @@ def _loss_forward(route, activation, options, context_TKE, table_VE, bias_V, *to
     def chunk(sums, tokens):
         return one_chunk(padded, sums, *tokens)
 
-    words, width = padded.table_PQ.shape[0], table_VE.shape[1]
-    sums = _zero_sums(route, context_TKE, words, table_VE)
-    itemsize = padded.table_PQ.dtype.itemsize
-    chunks = chunk_count(
-        context_TKE.shape[0],
-        context_TKE.shape[1] * words * itemsize,
-        options.loss_bytes(words * itemsize),
+    sums = _zero_sums(route, context_TKE, len(padded.table_PQ), table_VE)
+    sums, by_token = likelihood.over_chunks(
+        chunk, sums, (mixture, targets), chunks(route, context_TKE, table_VE, options)
     )
-    chunked = (context_TKE, log_prior_TK, labels_T, weights_T)
-    sums, by_token = parts.over_chunks(chunk, sums, chunked, chunks)
     context_bar_TKE, nll_T, weight_TK = by_token
-    rows = table_VE.shape[0]
-    bias_bar_P = sums.table_PM[:, width] if sums.bias_P is None else sums.bias_P
+    nll_T = nll_T.astype(targets.weights_T.dtype)
     bars = (
-        context_bar_TKE.astype(context_TKE.dtype),
-        sums.table_PM[:rows, :width].astype(table_VE.dtype),
-        bias_bar_P[:rows].astype(bias_V.dtype),
+        Mixture(
+            -weight_TK.astype(mixture.log_prior_TK.dtype),
+            context_bar_TKE.astype(context_TKE.dtype),
+        ),
+        _vocabulary_bar(sums, vocabulary),
+        Targets(None, nll_T),
     )
-    prior_bar_TK = -weight_TK.astype(log_prior_TK.dtype)
-    nll_T = jnp.where(weights_T != 0, nll_T, 0.0).astype(weights_T.dtype)
-    return parts.weighted(weights_T, nll_T), (bars, prior_bar_TK, nll_T)
+    return likelihood.weighted(targets.weights_T, nll_T), bars
 
 
 def _loss_backward(route, activation, options, saved, loss_bar):
     del route, activation
-    return parts.loss_backward(saved, loss_bar, options)
+    return likelihood.loss_backward(((), *saved), loss_bar, options)[1:]
 
 
 _loss.defvjp(_loss_forward, _loss_backward)
@@ -143,8 +141,7 @@ _loss.defvjp(_loss_forward, _loss_backward)
 class _Padded(NamedTuple):
     """The table in the products' dtype and in their widths, and what goes with it."""
 
-    local_VE: jax.Array  # without padding, for the label's rows and the safe path
-    bias_V: jax.Array
+    local: Vocabulary  # without padding, for the label's rows and the safe path
     table_PQ: jax.Array
     table_PF: jax.Array
     bias_P: jax.Array
@@ -152,19 +149,19 @@ class _Padded(NamedTuple):
     sample_bias_W: jax.Array
 
 
-def _pad(route, context_TKE, table_VE, bias_V, options):
-    rows, width = table_VE.shape
+def _pad(route, context_TKE, vocabulary, options):
+    table_VE, bias_V = vocabulary
+    rows = len(table_VE)
     wide = sum_dtype(context_TKE, table_VE)
     cast_VE = table_VE.astype(product_dtype(options, context_TKE, table_VE))
-    live_V = parts.live_rows(rows, options)
+    live_V = shards.live_rows(rows, options)
     masked_V = jnp.where(live_V, bias_V.astype(wide), DEAD)
     # Strided, because words are usually sorted by frequency.
     stride = -(-rows // SAMPLE)
     more = (0, _round_up(rows, route.multiples[1]) - rows)
     table_PE = jnp.pad(cast_VE, (more, (0, 0)))
     return _Padded(
-        cast_VE,
-        bias_V,
+        Vocabulary(cast_VE, bias_V),
         _pad_width(table_PE, route.multiples[2]),
         # A library's product wants rows of whole 16 bytes, and needs no more.
         _pad_width(table_PE, min(8, route.width)),
@@ -186,6 +183,17 @@ class _Sums(NamedTuple):
     bias_P: jax.Array | None
 
 
+def _vocabulary_bar(sums, vocabulary):
+    """The gradients of table and bias, without padding and in their dtypes."""
+    table_VE, bias_V = vocabulary
+    rows, width = table_VE.shape
+    bias_P = sums.table_PM[:, width] if sums.bias_P is None else sums.bias_P
+    return Vocabulary(
+        sums.table_PM[:rows, :width].astype(table_VE.dtype),
+        bias_P[:rows].astype(bias_V.dtype),
+    )
+
+
 def _zero_sums(route, context_TKE, words, table_VE):
     width = table_VE.shape[1]
     wide = sum_dtype(context_TKE, table_VE)
@@ -195,26 +203,27 @@ def _zero_sums(route, context_TKE, words, table_VE):
         jnp.zeros((words, columns), wide), None if rides else jnp.zeros(words, wide)
     )
     axes = jax.typeof(context_TKE).manual_axis_type.varying
-    return parts.vary_over(axes, zeros)[0]
+    return shards.vary_over(axes, zeros)[0]
 
 
-def _chunk(route, activation, options, padded, sums, *tokens):
+def _chunk(route, activation, options, padded, sums, mixture, targets):
     """Add a chunk's part of the table's gradient; return the rest of its results."""
-    context_CKE, log_prior_CK, labels_C, weights_C = tokens
-    cast_CKE = context_CKE.astype(padded.local_VE.dtype)
-    local = (padded.local_VE, padded.bias_V)
-    score_CK, slope_CK = parts.target_score_and_slope(
-        cast_CKE, *local, labels_C, activation, options
+    (log_prior_CK, context_CKE), (labels_C, weights_C) = mixture, targets
+    local_VE = padded.local.table_VE
+    cast_CKE = context_CKE.astype(local_VE.dtype)
+    score_CK, slope_CK = likelihood.target_score_and_slope(
+        cast_CKE, padded.local, labels_C, activation, options
     )
     e_RP, total_CK, ref_CK = _exponentials(
         route, activation, options, padded, cast_CKE, score_CK
     )
-    lse_CK = parts.over_shards(ref_CK + jnp.log(total_CK), options)
-    nll_C = parts.nll(log_prior_CK, score_CK, lse_CK)
-    weight_CK = parts.responsibility(log_prior_CK, score_CK, lse_CK, nll_C, weights_C)
+    lse_CK = shards.joint_lse(ref_CK + jnp.log(total_CK), options)
+    nll_C = likelihood.nll(log_prior_CK, score_CK, lse_CK)
+    posterior_CK = likelihood.posterior(log_prior_CK, score_CK, lse_CK, nll_C)
+    weight_CK = weights_C[:, None] * posterior_CK
     scale_CK = weight_CK * jnp.exp(ref_CK - lse_CK)
 
-    label_C, owned_C = parts.local_labels(labels_C, padded.local_VE.shape[0], options)
+    label_C, owned_C = shards.local_labels(labels_C, len(local_VE), options)
     here_CK = owned_C[:, None] & (weight_CK != 0)
     rows = jnp.arange(ref_CK.size).reshape(ref_CK.shape)
     stored_CK = e_RP[rows, jnp.broadcast_to(label_C[:, None], ref_CK.shape)]
@@ -225,7 +234,7 @@ def _chunk(route, activation, options, padded, sums, *tokens):
     product_RF = _dot(e_RP, padded.table_PF, (1, 0), ref_CK.dtype)
     product_RE = product_RF[: ref_CK.size, : context_CKE.shape[2]]
     product_CKE = product_RE.reshape(context_CKE.shape)
-    label_row_CE = padded.local_VE[label_C].astype(ref_CK.dtype)
+    label_row_CE = local_VE[label_C].astype(ref_CK.dtype)
     of_label_CK = delta_CK - scale_CK * stored_CK
     context_bar_CKE = scale_CK[:, :, None] * product_CKE
     context_bar_CKE += of_label_CK[:, :, None] * label_row_CE[:, None]
@@ -245,24 +254,23 @@ def _exponentials(route, activation, options, padded, cast_CKE, score_CK):
     def first(context_RQ, ref_R):
         ref_R = jnp.pad(ref_R, (more,))
         tables = (padded.table_PQ, padded.bias_P)
-        return route.first(context_RQ, *tables, ref_R, activation)
+        return route.first(context_RQ, *tables, ref_R, activation, options)
 
     def redo(state):
         small = dataclasses.replace(options, budget_bytes=REDO_BYTES)
-        local = (padded.local_VE, padded.bias_V)
-        lse_CK = route.lse(cast_CKE, *local, activation, small)
-        lse_R = parts.over_shards(lse_CK, options).reshape(count)
+        lse_CK = route.lse(cast_CKE, padded.local, activation, small)
+        lse_R = shards.joint_lse(lse_CK, options).reshape(count)
         done = state[3] & jnp.zeros((), bool)
-        return parts.varying_together(*first(context_RQ, lse_R), lse_R, done)
+        return shards.varying_together(*first(context_RQ, lse_R), lse_R, done)
 
     ref_R = _reference(context_RE, score_CK.reshape(count), padded, activation, options)
     e_RP, total_R = first(context_RQ, ref_R)
     # A sample that is the whole vocabulary has its maximum: nothing to guard against.
-    if len(padded.sample_WE) < len(padded.local_VE):
+    if len(padded.sample_WE) < len(padded.local.table_VE):
         far = ~jnp.all(total_R[:count] <= jnp.exp(jnp.asarray(FAR, ref_R.dtype)))
         if options.vocab_axis is not None:
             far = jax.lax.pmax(far.astype(jnp.int32), options.vocab_axis) > 0
-        state = parts.varying_together(e_RP, total_R, ref_R, far)
+        state = shards.varying_together(e_RP, total_R, ref_R, far)
         # A loop of at most one turn: unlike `cond`, it leaves E where it is.
         e_RP, total_R, ref_R, _ = jax.lax.while_loop(lambda s: s[3], redo, state)
     by_token = (size, components)
@@ -349,10 +357,18 @@ def _sum_equal(equal_BB, update_B, dtype):
     )
 
 
-def xla_first(context_RQ, table_PQ, bias_P, ref_R, activation):
+def xla_first(
+    context_RQ: jax.Array,
+    table_PQ: jax.Array,
+    bias_P: jax.Array,
+    ref_R: jax.Array,
+    activation: Activation,
+    options: Options,
+) -> tuple[jax.Array, jax.Array]:
     """The first product in plain XLA: (E [R, P], row sums [R])."""
+    del options
     z_RP = _dot(context_RQ, table_PQ, (1, 1), ref_R.dtype) + bias_P[None]
-    g_RP, slope_RP = parts.with_slope(activation, z_RP)
+    g_RP, slope_RP = likelihood.with_slope(activation, z_RP)
     exp_RP = jnp.exp(g_RP - ref_R[:, None])
     return (exp_RP * slope_RP).astype(context_RQ.dtype), jnp.sum(exp_RP, axis=1)
 

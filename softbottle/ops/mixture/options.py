@@ -1,15 +1,45 @@
 """The choices that every operation takes, and the arithmetic they imply."""
 
 import dataclasses
-from typing import Any
+import functools
+import logging
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 
+# Each is a module of this package, imported when it is used: Pallas takes a while.
+IMPLEMENTATIONS = ("blocked", "pallas_gpu", "pallas_tpu", "reference")
+HOPPER = "9.0"
+
+
+class Device(NamedTuple):
+    """What the choices depend on, of a device at hand or of one to compile for.
+
+    Attributes:
+        platform: "cpu", "gpu" or "tpu".
+        capability: a CUDA GPU's compute capability, for example "9.0".
+        multiprocessors: of a GPU; an H200 has 132.
+    """
+
+    platform: str
+    capability: str | None = None
+    multiprocessors: int = 132
+
+    @classmethod
+    def of(cls, device: jax.Device) -> Self:
+        """The description of a device, which may be that of a topology."""
+        platform = "gpu" if device.platform in ("cuda", "rocm") else device.platform
+        return cls(
+            platform,
+            getattr(device, "compute_capability", None),
+            getattr(device, "core_count", None) or 132,
+        )
+
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """How an operation is computed; none of these changes what is computed.
+    """How an operation is computed; only `vocab` changes what is computed.
 
     Attributes:
         compute_dtype: of the matrix products' inputs, for example jnp.bfloat16 over a
@@ -19,11 +49,16 @@ class Options:
             probability zero. None means all of them.
         vocab_axis: inside `shard_map`, the mesh axis over which the table's rows are
             split; `vocab` and the labels still count the whole vocabulary.
-        implementation: "auto", or one of the names in ops/mixture/api.py.
+        implementation: "blocked" (XLA, everywhere), "pallas_gpu" (a kernel for Hopper
+            GPUs), "pallas_tpu" (one for TPUs), "reference" (dense: for checking), or
+            "auto": the GPU kernel on a Hopper GPU and else "blocked". (The TPU kernel
+            has been compiled for TPUs but not timed on one, so it is used when asked
+            for.) They agree to rounding.
         budget_bytes: what one block of logits may take. None means 32 MiB, and on a
             GPU, but not in decoding, 1 GiB or, in `loss`, 4,096 rows of it if that is
             more: with fewer rows at a time the table's gradient is read and written
             too often.
+        device: what the operation runs on; None until `resolve` is called.
     """
 
     compute_dtype: Any = None
@@ -31,6 +66,7 @@ class Options:
     vocab_axis: str | None = None
     implementation: str = "auto"
     budget_bytes: int | None = None
+    device: Device | None = None
 
     def __post_init__(self):
         """Reject values that no implementation could use."""
@@ -38,23 +74,64 @@ class Options:
             raise ValueError(f"budget_bytes must be positive, got {self.budget_bytes}.")
         if self.vocab is not None and self.vocab < 1:
             raise ValueError(f"vocab must be positive, got {self.vocab}.")
+        if self.implementation not in ("auto", *IMPLEMENTATIONS):
+            raise ValueError(
+                f"no implementation is called {self.implementation!r}; there are "
+                f"{sorted(IMPLEMENTATIONS)} and 'auto'."
+            )
         if self.compute_dtype is not None:
             dtype = jnp.dtype(self.compute_dtype)
             check_range(compute_dtype=dtype)
             object.__setattr__(self, "compute_dtype", dtype)
 
+    def resolve(self, device: jax.Device | None = None) -> "Options":
+        """The options with the choices made that depend on a device.
+
+        This is the only place that asks jax which device there is.
+
+        Args:
+            device: for which; None keeps the one that was chosen before, or else takes
+                jax's first.
+        """
+        if device is None and self.device is not None:
+            return self
+        chip = Device.of(jax.devices()[0] if device is None else device)
+        name = self.implementation
+        if name == "auto":
+            hopper = chip.capability == HOPPER and jax.__version_info__ >= (0, 11)
+            name = "pallas_gpu" if hopper else "blocked"
+            note(f"The head's implementation is {name}.")
+        return dataclasses.replace(self, implementation=name, device=chip)
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the device is a GPU; raises before `resolve`."""
+        if self.device is None:
+            raise ValueError("the options have no device yet: call resolve first.")
+        return self.device.platform == "gpu"
+
     @property
     def block_bytes(self) -> int:
-        """What one block of logits may take on the platform at hand."""
+        """What one block of logits may take on the device."""
         if self.budget_bytes is not None:
             return self.budget_bytes
-        return 2**30 if jax.default_backend() == "gpu" else 32 * 2**20
+        return 2**30 if self.on_gpu else 32 * 2**20
 
     def loss_bytes(self, row_bytes: int) -> int:
         """`block_bytes`, for a loss whose rows take `row_bytes` each."""
-        if self.budget_bytes is None and jax.default_backend() == "gpu":
+        if self.budget_bytes is None and self.on_gpu:
             return max(self.block_bytes, 4096 * row_bytes)
         return self.block_bytes
+
+
+# What an operation is called with unless the caller says otherwise.
+DEFAULTS = Options()
+
+
+@functools.cache
+def note(message: str) -> None:
+    """Say something in the log, once."""
+    logging.getLogger("softbottle").info(message)
 
 
 def check_range(**trees: Any) -> None:
@@ -75,12 +152,14 @@ def check_range(**trees: Any) -> None:
                 )
 
 
-def sum_dtype(*arrays: jax.Array) -> jnp.dtype:
+def sum_dtype(*arrays: jax.Array | jax.ShapeDtypeStruct) -> jnp.dtype:
     """The dtype of reductions: float32, or float64 when an input has it."""
     return jnp.promote_types(jnp.result_type(*arrays), jnp.float32)
 
 
-def product_dtype(options: Options, *arrays: jax.Array) -> jnp.dtype:
+def product_dtype(
+    options: Options, *arrays: jax.Array | jax.ShapeDtypeStruct
+) -> jnp.dtype:
     """The dtype of the matrix products' inputs."""
     return options.compute_dtype or jnp.result_type(*arrays)
 

@@ -18,6 +18,8 @@ Needs jax 0.11 or newer. Activations with learned segments take the XLA path.
 import contextlib
 import contextvars
 import functools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,9 +27,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from softbottle.ops.mixture import activations, blocked, exponential, parts
+from softbottle.ops.mixture import activations, blocked, exponential, shards
 from softbottle.ops.mixture.activations import DEAD, LOG2_E, Activation
-from softbottle.ops.mixture.options import Options, product_dtype
+from softbottle.ops.mixture.implementation import Choice, Implementation
+from softbottle.ops.mixture.options import Options, note, product_dtype
 
 # One size of tile was the fastest at every width that was tried on an H200. Times of
 # the first product against its own (docs/results/head.md), at widths
@@ -49,35 +52,29 @@ OUT_WORDS = 64
 _INTERPRET = contextvars.ContextVar("interpret", default=None)
 
 
-def lse(context_TKE, table_VE, bias_V, activation: Activation, options: Options):
-    """Log-normaliser of every token and component, [T, K], over the local rows."""
-    if not _takes(context_TKE, table_VE, activation, options):
-        return blocked.lse(context_TKE, table_VE, bias_V, activation, options)
-    inputs = parts.varying_together(context_TKE, table_VE, bias_V)
-    return _lse(activation, options, *inputs)
+def _lse(context_TKE, vocabulary, activation, options):
+    if _refused(context_TKE, vocabulary.table_VE, activation, options):
+        return blocked.IMPLEMENTATION.lse(context_TKE, vocabulary, activation, options)
+    inputs = shards.varying_together(context_TKE, vocabulary)
+    return _fused_lse(activation, options, *inputs)
 
 
-def loss(
-    log_prior_TK,
-    context_TKE,
-    table_VE,
-    bias_V,
-    labels_T,
-    weights_T,
-    activation: Activation,
-    options: Options,
-):
-    """Weighted sum of the tokens' negative log-likelihoods, gradient in forward."""
-    inputs = (log_prior_TK, context_TKE, table_VE, bias_V, labels_T, weights_T)
-    if not _takes(context_TKE, table_VE, activation, options):
-        return blocked.loss(*inputs, activation, options)
-    multiples = (BLOCK_ROWS, BLOCK_WORDS, BLOCK_WIDTH)
-    route = exponential.Route(first_product, lse, multiples, 32)
-    return exponential.loss(route, *inputs, activation, options)
+def _loss(mixture, vocabulary, targets, activation, options):
+    inputs = (mixture, vocabulary, targets, activation, options)
+    if _refused(mixture.context_TKE, vocabulary.table_VE, activation, options):
+        return blocked.IMPLEMENTATION.loss(*inputs)
+    return exponential.loss(_ROUTE, *inputs)
+
+
+def _choice(context_TKE, table_VE, activation, options):
+    if _refused(context_TKE, table_VE, activation, options):
+        return blocked.IMPLEMENTATION.choice(context_TKE, table_VE, activation, options)
+    chunks = exponential.chunks(_ROUTE, context_TKE, table_VE, options)
+    return Choice("pallas_gpu", -(-context_TKE.shape[0] // chunks))
 
 
 @contextlib.contextmanager
-def interpreted():
+def interpreted() -> Iterator[None]:
     """Run the kernels in jax's interpreter inside this context, on any machine."""
     token = _INTERPRET.set(plgpu.InterpretGPUParams())
     try:
@@ -86,17 +83,31 @@ def interpreted():
         _INTERPRET.reset(token)
 
 
-def first_product(context_RQ, table_PQ, bias_P, ref_R, activation: Activation):
+def first_product(
+    context_RQ: jax.Array,
+    table_PQ: jax.Array,
+    bias_P: jax.Array,
+    ref_R: jax.Array,
+    activation: Activation,
+    options: Options,
+) -> tuple[jax.Array, jax.Array]:
     """E [R, P] and the row sums S [R]; sizes are multiples of the tiles'."""
-    e_RP, sum_NR = _call(True, activation, context_RQ, table_PQ, bias_P, ref_R)
+    inputs = (context_RQ, table_PQ, bias_P, ref_R)
+    e_RP, sum_NR = _call(activation, options, *inputs)
     return e_RP, jnp.sum(sum_NR, axis=0)
 
 
+_ROUTE = exponential.Route(
+    first_product, _lse, (BLOCK_ROWS, BLOCK_WORDS, BLOCK_WIDTH), 32
+)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _lse(activation, options, context_TKE, table_VE, bias_V):
+def _fused_lse(activation, options, context_TKE, vocabulary):
     tokens, components, width = context_TKE.shape
+    table_VE, bias_V = vocabulary
     dtype = product_dtype(options, context_TKE, table_VE)
-    live_V = parts.live_rows(table_VE.shape[0], options)
+    live_V = shards.live_rows(table_VE.shape[0], options)
     bias_V = jnp.where(live_V, bias_V.astype(jnp.float32), DEAD)
     context_RE = context_TKE.reshape(tokens * components, width).astype(dtype)
     context_RQ = _pad(context_RE, BLOCK_ROWS, BLOCK_WIDTH)
@@ -104,16 +115,16 @@ def _lse(activation, options, context_TKE, table_VE, bias_V):
     more = table_PQ.shape[0] - bias_V.size
     bias_P = jnp.pad(bias_V, (0, more), constant_values=DEAD)
     # Kernel code is one for both uses; here the references are the tiles' own maxima.
-    top_NR, sum_NR = _call(False, activation, context_RQ, table_PQ, bias_P, None)
+    top_NR, sum_NR = _call(activation, options, context_RQ, table_PQ, bias_P)
     top_R = jnp.max(top_NR, axis=0)
     total_R = jnp.sum(sum_NR * jnp.exp2(top_NR - top_R[None]), axis=0)
     lse_R = (top_R + jnp.log2(total_R)) / LOG2_E
     return lse_R[: tokens * components].reshape(tokens, components)
 
 
-def _lse_forward(activation, options, context_TKE, table_VE, bias_V):
-    lse_TK = _lse(activation, options, context_TKE, table_VE, bias_V)
-    return lse_TK, (context_TKE, table_VE, bias_V, lse_TK)
+def _lse_forward(activation, options, context_TKE, vocabulary):
+    lse_TK = _fused_lse(activation, options, context_TKE, vocabulary)
+    return lse_TK, (context_TKE, vocabulary, lse_TK)
 
 
 def _lse_backward(activation, options, saved, lse_bar_TK):
@@ -122,11 +133,11 @@ def _lse_backward(activation, options, saved, lse_bar_TK):
     return blocked.lse_backward(activation.apply, options, saved, lse_bar_TK)[1:]
 
 
-_lse.defvjp(_lse_forward, _lse_backward)
+_fused_lse.defvjp(_lse_forward, _lse_backward)
 
 
-def _takes(context_TKE, table_VE, activation, options):
-    """Whether the kernel can do this; if not, why not goes to the log, once."""
+def _refused(context_TKE, table_VE, activation, options):
+    """Whether the kernel cannot do this; then why not goes to the log, once."""
     dtype = product_dtype(options, context_TKE, table_VE)
     reason = None
     name = activation.apply.__name__
@@ -137,8 +148,8 @@ def _takes(context_TKE, table_VE, activation, options):
     elif dtype != jnp.bfloat16:
         reason = f"products are in {dtype}, not bfloat16"
     if reason:
-        parts.note(f"The head takes the XLA path: {reason}.")
-    return reason is None
+        note(f"The head takes the XLA path: {reason}.")
+    return reason is not None
 
 
 def _pad(array_RE, rows, width):
@@ -146,32 +157,60 @@ def _pad(array_RE, rows, width):
     return jnp.pad(array_RE, ((0, more[0]), (0, more[1])))
 
 
-def _call(store, activation, context_RQ, table_PQ, bias_P, ref_R):
-    """Run the kernel; under `vmap`, once for each element."""
-    bias_P = bias_P.astype(jnp.float32) * LOG2_E
-    inputs = [context_RQ, table_PQ, bias_P]
-    if store:
-        inputs.append(ref_R.astype(jnp.float32) * LOG2_E)
-    run = functools.partial(_kernel_call, store, activation, _INTERPRET.get())
-    return jax.custom_batching.sequential_vmap(run)(*inputs)
+class _Refs(NamedTuple):
+    """What the kernel reads and writes in global memory.
+
+    Without references (`ref_R`) it is for evaluation, and `first_out` is [N, R] maxima
+    of tiles instead of E [R, P].
+    """
+
+    context_RQ: Any
+    table_PQ: Any
+    bias_P: Any
+    ref_R: Any
+    first_out: Any
+    sum_NR: Any
 
 
-def _kernel_call(store, activation, interpret, *inputs):
+class _Scratch(NamedTuple):
+    """What a block holds in shared memory; the leading axis is the warpgroup's."""
+
+    bias: Any
+    stats: Any
+    arrived: Any
+    out: Any = None
+
+
+def _call(activation, options, *inputs):
+    """Run the kernel on (context, table, bias[, ref]); under `vmap`, once for each."""
+    matrices, vectors = inputs[:2], inputs[2:]
+    vectors = [vector.astype(jnp.float32) * LOG2_E for vector in vectors]
+    processors = options.device.multiprocessors
+    run = functools.partial(_kernel_call, activation, processors, _INTERPRET.get())
+    return jax.custom_batching.sequential_vmap(run)(*matrices, *vectors)
+
+
+def _kernel_call(activation, processors, interpret, *inputs):
     (rows, _), (words, _) = inputs[0].shape, inputs[1].shape
+    store = len(inputs) == 4
     tiles = words // BLOCK_WORDS
     axes = jax.typeof(inputs[0]).manual_axis_type
 
     def shape(sizes, dtype):
         return jax.ShapeDtypeStruct(sizes, dtype, manual_axis_type=axes)
 
+    def body(*refs):
+        inputs, outputs = refs[:-2], refs[-2:]
+        refs = _Refs(*inputs, *(() if store else (None,)), *outputs)
+        _kernel(activation, refs)
+
     stats = shape((tiles, rows), jnp.float32)
     first = shape((rows, words), inputs[0].dtype) if store else stats
-    body = functools.partial(_kernel, store, activation)
     jobs = tiles * (rows // BLOCK_ROWS)
     return plgpu.kernel(
         body,
         out_type=[first, stats],
-        grid=(min(jobs, 2 if interpret else _multiprocessors()),),
+        grid=(min(jobs, 2 if interpret else processors),),
         grid_names=("blocks",),
         num_threads=3,
         thread_name="warpgroup",
@@ -185,127 +224,122 @@ def _kernel_call(store, activation, interpret, *inputs):
     )(*inputs)
 
 
-def _multiprocessors():
-    """Of the GPU at hand, or of an H200 where one compiles for what is elsewhere."""
-    return getattr(jax.devices()[0], "core_count", 132)
-
-
-def _kernel(store, activation, *refs):
+def _kernel(activation, refs):
     """One persistent block: tiles of 128 rows by 256 words, one by one."""
-    *inputs, first_out, sum_NR = refs
-    context_RQ, table_PQ, bias_P = inputs[:3]
-    row_tiles = context_RQ.shape[0] // BLOCK_ROWS
-    word_tiles = table_PQ.shape[0] // BLOCK_WORDS
-    steps = context_RQ.shape[1] // BLOCK_WIDTH
-    dtype = context_RQ.dtype
-
-    def layout(words):
-        """Rows of `words` elements as the matrix unit wants them in shared memory."""
-        swizzle = plgpu.find_swizzle(words * dtype.itemsize * 8)
-        tiling = plgpu.TilingTransform((8, swizzle // dtype.itemsize))
-        return (tiling, plgpu.SwizzleTransform(swizzle))
-
-    def pipeline(body, context):
-        def spec(rows):
-            return plgpu.BlockSpec(
-                (rows, BLOCK_WIDTH),
-                lambda step: (0, step),
-                transforms=layout(BLOCK_WIDTH),
-                memory_space=plgpu.SMEM,
-            )
-
-        return plgpu.emit_pipeline_warp_specialized(
-            body,
-            grid=(steps,),
-            memory_registers=40,
-            wg_axis="warpgroup",
-            num_compute_wgs=2,
-            max_concurrent_steps=STAGES,
-            compute_context=context,
-            in_specs=[spec(BLOCK_ROWS), spec(BLOCK_WORDS)],
-        )
-
-    def nothing(*_, **__):
-        pass
-
-    scratch = {
-        "bias_smem": plgpu.SMEM((2, BLOCK_WORDS), jnp.float32),
-        "stats_smem": plgpu.SMEM((2, 2, WARPGROUP_ROWS), jnp.float32),
-        "arrived": plgpu.Barrier(num_arrivals=1 + store, num_barriers=2),
-    }
-    if store:
-        out = (2, 2, WARPGROUP_ROWS, OUT_WORDS)
-        scratch["out_smem"] = plgpu.SMEM(out, dtype, transforms=layout(OUT_WORDS))
+    row_tiles = refs.context_RQ.shape[0] // BLOCK_ROWS
+    word_tiles = refs.table_PQ.shape[0] // BLOCK_WORDS
+    pipeline = _pipeline(refs.context_RQ, _nothing, _nothing)
 
     @functools.partial(
         pl.run_scoped,
-        ring=pipeline(nothing, nothing).get_allocations(context_RQ, table_PQ),
+        ring=pipeline.get_allocations(refs.context_RQ, refs.table_PQ),
         collective_axes="warpgroup",
-        **scratch,
+        **_scratch(refs),
     )
-    def block(ring, bias_smem, stats_smem, arrived, out_smem=None):
-        me = lax.axis_index("warpgroup")
-
+    def block(ring, **scratch):
         @plgpu.nd_loop((row_tiles * word_tiles,), collective_axes="blocks")
         def job(loop):
             word_tile = lax.div(loop.index[0], row_tiles)
             row_tile = lax.rem(loop.index[0], row_tiles)
-            words = pl.ds(word_tile * BLOCK_WORDS, BLOCK_WORDS)
-            rows = pl.ds(row_tile * BLOCK_ROWS + me * WARPGROUP_ROWS, WARPGROUP_ROWS)
-
-            def multiply(_, context_smem, table_smem, sum_ref):
-                half = pl.ds(me * WARPGROUP_ROWS, WARPGROUP_ROWS)
-                plgpu.wgmma(sum_ref, context_smem.at[half], table_smem.T)
-                plgpu.wgmma_wait(0)
-                return sum_ref
-
-            def finish(run_pipeline):
-                plgpu.copy_gmem_to_smem(
-                    bias_P.at[words], bias_smem.at[me], arrived.at[me]
-                )
-                if store:
-                    plgpu.copy_gmem_to_smem(
-                        inputs[3].at[rows], stats_smem.at[me, 0], arrived.at[me]
-                    )
-                sums = plgpu.ACC((WARPGROUP_ROWS, BLOCK_WORDS), jnp.float32)
-
-                @functools.partial(pl.run_scoped, sum_ref=sums)
-                def epilogue(sum_ref):
-                    run_pipeline(sum_ref)
-                    plgpu.barrier_wait(arrived.at[me])
-                    mine = (bias_smem.at[me], stats_smem.at[me])
-                    if store:
-                        mine += (out_smem.at[me],)
-                    gain = functools.partial(activation.base2, activation.theta)
-                    _leave(gain, sum_ref, *mine, first_out, sum_NR, word_tile, rows)
-
-            pipeline(multiply, finish)(
-                context_RQ.at[pl.ds(row_tile * BLOCK_ROWS, BLOCK_ROWS), :],
-                table_PQ.at[words, :],
-                allocations=ring,
-            )
+            _tile(activation, refs, _Scratch(**scratch), ring, row_tile, word_tile)
 
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def _leave(gain, sum_ref, bias_smem, stats_smem, *rest):
+def _nothing(*_, **__):
+    """The body of a pipeline of which only the ring's size is asked."""
+
+
+def _layout(words, dtype):
+    """Rows of `words` elements as the matrix unit wants them in shared memory."""
+    swizzle = plgpu.find_swizzle(words * dtype.itemsize * 8)
+    tiling = plgpu.TilingTransform((8, swizzle // dtype.itemsize))
+    return (tiling, plgpu.SwizzleTransform(swizzle))
+
+
+def _pipeline(context_RQ, body, context):
+    """The ring: one warpgroup copies pieces of the width, two call `body` on them."""
+
+    def spec(rows):
+        return plgpu.BlockSpec(
+            (rows, BLOCK_WIDTH),
+            lambda step: (0, step),
+            transforms=_layout(BLOCK_WIDTH, context_RQ.dtype),
+            memory_space=plgpu.SMEM,
+        )
+
+    return plgpu.emit_pipeline_warp_specialized(
+        body,
+        grid=(context_RQ.shape[1] // BLOCK_WIDTH,),
+        memory_registers=40,
+        wg_axis="warpgroup",
+        num_compute_wgs=2,
+        max_concurrent_steps=STAGES,
+        compute_context=context,
+        in_specs=[spec(BLOCK_ROWS), spec(BLOCK_WORDS)],
+    )
+
+
+def _scratch(refs):
+    """Shared memory and barriers of a block, by the names in `_Scratch`."""
+    store = refs.ref_R is not None
+    scratch = {
+        "bias": plgpu.SMEM((2, BLOCK_WORDS), jnp.float32),
+        "stats": plgpu.SMEM((2, 2, WARPGROUP_ROWS), jnp.float32),
+        "arrived": plgpu.Barrier(num_arrivals=1 + store, num_barriers=2),
+    }
+    if store:
+        dtype = refs.context_RQ.dtype
+        scratch["out"] = plgpu.SMEM(
+            (2, 2, WARPGROUP_ROWS, OUT_WORDS),
+            dtype,
+            transforms=_layout(OUT_WORDS, dtype),
+        )
+    return scratch
+
+
+def _tile(activation, refs, scratch, ring, row_tile, word_tile):
+    """One tile of z, from its products to what leaves of it."""
+    me = lax.axis_index("warpgroup")
+    words = pl.ds(word_tile * BLOCK_WORDS, BLOCK_WORDS)
+    rows = pl.ds(row_tile * BLOCK_ROWS + me * WARPGROUP_ROWS, WARPGROUP_ROWS)
+
+    def multiply(_, context_smem, table_smem, sum_ref):
+        half = pl.ds(me * WARPGROUP_ROWS, WARPGROUP_ROWS)
+        plgpu.wgmma(sum_ref, context_smem.at[half], table_smem.T)
+        plgpu.wgmma_wait(0)
+        return sum_ref
+
+    def finish(run_pipeline):
+        mine = _Scratch(*(ref if ref is None else ref.at[me] for ref in scratch))
+        plgpu.copy_gmem_to_smem(refs.bias_P.at[words], mine.bias, mine.arrived)
+        if refs.ref_R is not None:
+            plgpu.copy_gmem_to_smem(refs.ref_R.at[rows], mine.stats.at[0], mine.arrived)
+        sums = plgpu.ACC((WARPGROUP_ROWS, BLOCK_WORDS), jnp.float32)
+
+        @functools.partial(pl.run_scoped, sum_ref=sums)
+        def epilogue(sum_ref):
+            run_pipeline(sum_ref)
+            plgpu.barrier_wait(mine.arrived)
+            gain = functools.partial(activation.base2, activation.theta)
+            _leave(gain, sum_ref, mine, refs, word_tile, rows)
+
+    _pipeline(refs.context_RQ, multiply, finish)(
+        refs.context_RQ.at[pl.ds(row_tile * BLOCK_ROWS, BLOCK_ROWS), :],
+        refs.table_PQ.at[words, :],
+        allocations=ring,
+    )
+
+
+def _leave(gain, sum_ref, scratch, refs, word_tile, rows):
     """Exponentiate a warpgroup's tile, part by part, and send out what is asked for."""
-    *out_smem, first_out, sum_NR, word_tile, rows = rest
-    by_word = plgpu.Layout.WGMMA.reduce(0)
     by_row = plgpu.Layout.WGMMA.reduce(1)
     shape = (WARPGROUP_ROWS, OUT_WORDS)
-    sum_RW = sum_ref[...]
-
-    def logits(part):
-        """A part of the tile, in base 2: few enough for registers."""
-        here = slice(part * OUT_WORDS, (part + 1) * OUT_WORDS)
-        bias_smem_W = bias_smem.at[pl.ds(here.start, OUT_WORDS)]
-        bias_W = plgpu.load(bias_smem_W, layout=by_word)
-        return sum_RW[:, here] * LOG2_E + lax.broadcast_in_dim(bias_W, shape, [1])
-
+    logits = functools.partial(_logits, sum_ref[...], scratch.bias)
+    store = refs.ref_R is not None
     parts_of_tile = range(BLOCK_WORDS // OUT_WORDS)
-    if out_smem:
-        ref_R = plgpu.load(stats_smem.at[0], layout=by_row)
+    if store:
+        ref_R = plgpu.load(scratch.stats.at[0], layout=by_row)
     else:
         tops = (jnp.max(logits(part), axis=1) for part in parts_of_tile)
         # g increases, so its maximum is at that of z.
@@ -318,17 +352,30 @@ def _leave(gain, sum_ref, bias_smem, stats_smem, *rest):
         exp_RW = jnp.exp2(g_RW - ref_RW)
         part_R = jnp.sum(exp_RW, axis=1)
         total_R = part_R if total_R is None else total_R + part_R
-        if out_smem:
+        if store:
             e_RW = exp_RW if gain_RW is None else exp_RW * gain_RW
             plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-            out_smem[0][part % 2] = e_RW.astype(first_out.dtype)
+            scratch.out[part % 2] = e_RW.astype(refs.first_out.dtype)
             plgpu.commit_smem()
             words = pl.ds(word_tile * BLOCK_WORDS + part * OUT_WORDS, OUT_WORDS)
-            plgpu.copy_smem_to_gmem(out_smem[0].at[part % 2], first_out.at[rows, words])
-    stats_smem[1] = total_R
-    if not out_smem:
-        stats_smem[0] = ref_R
+            out = refs.first_out.at[rows, words]
+            plgpu.copy_smem_to_gmem(scratch.out.at[part % 2], out)
+    scratch.stats[1] = total_R
+    if not store:
+        scratch.stats[0] = ref_R
     plgpu.commit_smem()
-    if not out_smem:
-        plgpu.copy_smem_to_gmem(stats_smem.at[0], first_out.at[word_tile, rows])
-    plgpu.copy_smem_to_gmem(stats_smem.at[1], sum_NR.at[word_tile, rows])
+    if not store:
+        plgpu.copy_smem_to_gmem(scratch.stats.at[0], refs.first_out.at[word_tile, rows])
+    plgpu.copy_smem_to_gmem(scratch.stats.at[1], refs.sum_NR.at[word_tile, rows])
+
+
+def _logits(sum_RW, bias_smem, part):
+    """A part of a tile, in base 2: few enough for registers."""
+    here = slice(part * OUT_WORDS, (part + 1) * OUT_WORDS)
+    bias_smem_W = bias_smem.at[pl.ds(here.start, OUT_WORDS)]
+    bias_W = plgpu.load(bias_smem_W, layout=plgpu.Layout.WGMMA.reduce(0))
+    shape = (WARPGROUP_ROWS, OUT_WORDS)
+    return sum_RW[:, here] * LOG2_E + lax.broadcast_in_dim(bias_W, shape, [1])
+
+
+IMPLEMENTATION = Implementation(_lse, _loss, _choice)

@@ -24,9 +24,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from softbottle.ops.mixture import blocked, parts
-from softbottle.ops.mixture.activations import Activation
-from softbottle.ops.mixture.options import Options, product_dtype
+from softbottle.ops.mixture import blocked, likelihood, shards
+from softbottle.ops.mixture.implementation import Choice, Implementation
+from softbottle.ops.mixture.options import note, product_dtype
 
 LANES = 128
 LOWEST = float(jnp.finfo(jnp.float32).min)
@@ -48,49 +48,30 @@ WHOLE_ROWS = ((2048, 1024, 512), (4096, 512, 512))
 SPLIT_ROWS = (1024, 1024, 1024)
 
 
-def lse(context_TKE, table_VE, bias_V, activation: Activation, options: Options):
-    """Log-normaliser of every token and component, [T, K], over the local rows."""
+def _lse(context_TKE, vocabulary, activation, options):
     # Scalars are handed to the kernel; an index into an array that is looked up for
     # every logit, as PLIF's, does not vectorise.
     if any(jnp.ndim(number) for number in activation.theta):
         name = activation.apply.__name__
-        parts.note(f"The TPU kernel has no activation {name!r}: plain XLA computes it.")
-        return blocked.lse(context_TKE, table_VE, bias_V, activation, options)
-    dtype = product_dtype(options, context_TKE, table_VE)
+        note(f"The TPU kernel has no activation {name!r}: plain XLA computes it.")
+        return blocked.IMPLEMENTATION.lse(context_TKE, vocabulary, activation, options)
+    dtype = product_dtype(options, context_TKE, vocabulary.table_VE)
     if dtype not in (jnp.bfloat16, jnp.float32):
         raise ValueError(f"the TPU kernel takes bfloat16 or float32, got {dtype}.")
     theta = jax.tree.map(jnp.asarray, activation.theta)
-    inputs = parts.varying_together(theta, context_TKE, table_VE, bias_V)
-    return _lse(activation.apply, options, *inputs)
+    inputs = shards.varying_together(theta, context_TKE, vocabulary)
+    return _fused_lse(activation.apply, options, *inputs)
 
 
-def loss(
-    log_prior_TK,
-    context_TKE,
-    table_VE,
-    bias_V,
-    labels_T,
-    weights_T,
-    activation: Activation,
-    options: Options,
-):
-    """Weighted sum of the tokens' negative log-likelihoods."""
-    lse_TK = parts.over_shards(
-        lse(context_TKE, table_VE, bias_V, activation, options), options
-    )
-    score_TK = parts.target_score(
-        context_TKE, table_VE, bias_V, labels_T, activation, options
-    )
-    real_T = weights_T != 0
-    # Before the reduction too: a token that does not count may hold NaN, and its
-    # gradient, 0 times that, would be NaN as well.
-    joint_TK = jnp.where(real_T[:, None], log_prior_TK + score_TK - lse_TK, 0.0)
-    nll_T = -jax.nn.logsumexp(joint_TK, axis=-1)
-    return jnp.sum(jnp.where(real_T, weights_T * nll_T, 0.0))
+def _choice(context_TKE, table_VE, activation, options):
+    del activation
+    chunks = blocked.chunks(context_TKE, table_VE, options)
+    return Choice("pallas_tpu", -(-context_TKE.shape[0] // chunks))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _lse(apply, options, theta, context_TKE, table_VE, bias_V):
+def _fused_lse(apply, options, theta, context_TKE, vocabulary):
+    table_VE, bias_V = vocabulary
     dtype = product_dtype(options, context_TKE, table_VE)
     tokens, components, width = context_TKE.shape
     lse_1R = _rows_lse(
@@ -98,18 +79,18 @@ def _lse(apply, options, theta, context_TKE, table_VE, bias_V):
         context_TKE.reshape(tokens * components, width).astype(dtype),
         table_VE.astype(dtype),
         bias_V.astype(jnp.float32)[None],
-        jnp.sum(parts.live_rows(table_VE.shape[0], options), dtype=jnp.int32),
+        jnp.sum(shards.live_rows(table_VE.shape[0], options), dtype=jnp.int32),
         theta,
     )
     return lse_1R.reshape(tokens, components)
 
 
-def _lse_forward(apply, options, theta, context_TKE, table_VE, bias_V):
-    lse_TK = _lse(apply, options, theta, context_TKE, table_VE, bias_V)
-    return lse_TK, (theta, context_TKE, table_VE, bias_V, lse_TK)
+def _lse_forward(apply, options, theta, context_TKE, vocabulary):
+    lse_TK = _fused_lse(apply, options, theta, context_TKE, vocabulary)
+    return lse_TK, (theta, context_TKE, vocabulary, lse_TK)
 
 
-_lse.defvjp(_lse_forward, blocked.lse_backward)
+_fused_lse.defvjp(_lse_forward, blocked.lse_backward)
 
 
 def _rows_lse(apply, *inputs):
@@ -173,7 +154,7 @@ def _call(apply, context_RE, table_VE, bias_1V, live, theta):
             dimension_semantics=("parallel", "arbitrary", "arbitrary")
         ),
         name="softbottle_lse",
-    )(context_RE, table_VE, bias_1V, *parts.vary_over(mesh_axes.varying, *scalars))
+    )(context_RE, table_VE, bias_1V, *shards.vary_over(mesh_axes.varying, *scalars))
 
 
 def _blocks(rows, vocab, width, itemsize):
@@ -248,3 +229,8 @@ def _add_block(score, live, bias_1W, g_CW, top_CL, total_CL):
     for tile in tiles:
         sum_CL += jnp.exp(g_CW[:, tile] - after_CL)
     top_CL[...], total_CL[...] = after_CL, sum_CL
+
+
+IMPLEMENTATION = Implementation(
+    _lse, functools.partial(likelihood.loss_from, _lse), _choice
+)

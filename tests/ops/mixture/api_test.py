@@ -1,12 +1,18 @@
+import dataclasses
+
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 
 from softbottle import ops
+from softbottle.ops.mixture import api
 from softbottle.ops.mixture.activations import SIGSOFTMAX
+from softbottle.ops.mixture.options import Device
 from tests import oracle
-from tests.ops.mixture.problem import Problem, make_problem, sigsoftmax_scores
+from tests.ops.mixture.problem import Problem, make_problem, paired, sigsoftmax_scores
 
 PROBLEM = oracle.cast(make_problem(), jnp.float32)
 EVERY_OP = ["scores", "nll", "loss", "log_probs", "top_k", "sample"]
@@ -14,16 +20,16 @@ EVERY_OP = ["scores", "nll", "loss", "log_probs", "top_k", "sample"]
 
 def call(name, changes=None, k=2, **options):
     p: Problem = PROBLEM._replace(**(changes or {}))
-    shared = (p.context_TKE, p.table_VE, p.bias_V)
+    mixture, vocabulary, targets = paired(*p)
     arguments = {
-        "scores": (*shared, p.labels_T),
-        "nll": (p.log_prior_TK, *shared, p.labels_T),
-        "loss": (p.log_prior_TK, *shared, p.labels_T, p.weights_T),
-        "log_probs": (p.log_prior_TK, *shared),
-        "top_k": (p.log_prior_TK, *shared, k),
-        "sample": (p.log_prior_TK, *shared, jax.random.key(0)),
+        "scores": (p.context_TKE, vocabulary, p.labels_T),
+        "nll": (mixture, vocabulary, p.labels_T),
+        "loss": (mixture, vocabulary, targets),
+        "log_probs": (mixture, vocabulary),
+        "top_k": (mixture, vocabulary, k),
+        "sample": (mixture, vocabulary, jax.random.key(0)),
     }
-    return getattr(ops, name)(*arguments[name], **options)
+    return getattr(ops, name)(*arguments[name], options=ops.Options(**options))
 
 
 @pytest.mark.parametrize("implementation", ["auto", "blocked", "reference"])
@@ -35,9 +41,11 @@ def test_scores_take_any_cotangent_for_both_outputs(implementation):
 
     @jax.jit
     def run(context_TKE, table_VE, bias_V, cotangents):
-        def function(*args):
+        def function(context_TKE, *vocabulary):
+            vocabulary = ops.Vocabulary(*vocabulary)
+            options = ops.Options(implementation=implementation)
             return ops.scores(
-                *args, problem.labels_T, SIGSOFTMAX, implementation=implementation
+                context_TKE, vocabulary, problem.labels_T, SIGSOFTMAX, options
             )
 
         ours, pull = jax.vjp(function, context_TKE, table_VE, bias_V)
@@ -91,16 +99,46 @@ def test_labels_must_be_integers(name):
         call(name, {"labels_T": jnp.zeros(11)})
 
 
-@pytest.mark.parametrize("name", EVERY_OP)
-def test_an_unknown_option_is_refused_by_name(name):
-    with pytest.raises(TypeError, match="blocksize"):
-        call(name, blocksize=3)
+@pytest.mark.parametrize("implementation", ["blocked", "reference", "pallas_tpu"])
+@pytest.mark.parametrize("spoiled", ["labels_T", "log_prior_TK", "context_TKE"])
+def test_a_token_of_weight_zero_may_hold_anything(implementation, spoiled):
+    problem = PROBLEM._replace(weights_T=PROBLEM.weights_T.at[3].set(0.0))
+    bad = {"labels_T": -1}.get(spoiled, jnp.nan)
+    other = problem._replace(**{spoiled: getattr(problem, spoiled).at[3].set(bad)})
+    options = ops.Options(implementation=implementation)
+
+    def total(labels_T, prior_TK, context_TKE, table_VE, bias_V, weights_T):
+        arrays = (prior_TK, context_TKE, table_VE, bias_V, labels_T, weights_T)
+        return ops.loss(*paired(*arrays), SIGSOFTMAX, options)
+
+    def run(problem):
+        *differentiable, labels_T, weights_T = problem
+        step = jax.value_and_grad(total, argnums=(1, 2, 3, 4, 5))
+        return jax.jit(step)(labels_T, *differentiable, weights_T)
+
+    with pltpu.force_tpu_interpret_mode():
+        ours, clean = run(other), run(problem)
+    chex.assert_trees_all_equal(ours, clean)
+    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(ours))
+    assert not np.any(ours[1][1][3]) and ours[1][4][3] == 0
 
 
-@pytest.mark.parametrize("name", EVERY_OP)
-def test_an_unknown_implementation_is_refused_with_those_there_are(name):
-    with pytest.raises(ValueError, match="'triton'.*blocked.*reference"):
-        call(name, implementation="triton")
+def test_what_computes_a_loss_is_told_before_it_runs():
+    h200 = Device("gpu", "9.0", 132)
+    vocab = 793_471
+    options = ops.Options(compute_dtype="bfloat16", device=h200)
+    sizes = [(9_600, 1, 1_024), (vocab, 1_024)]
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in sizes]
+    # 4,096 rows of bfloat16 words at a time, as equal chunks: three of 3,200.
+    hopper = dataclasses.replace(options, implementation="pallas_gpu")
+    assert api.choice(*arrays, SIGSOFTMAX, hopper) == ("pallas_gpu", 3_200)
+    small = dataclasses.replace(hopper, budget_bytes=2 * 1_000 * (vocab + 1_000))
+    assert api.choice(*arrays, SIGSOFTMAX, small) == ("pallas_gpu", 960)
+    # What the kernel leaves to XLA is told as such: float32 products.
+    wide = dataclasses.replace(hopper, compute_dtype=None)
+    assert api.choice(*arrays, SIGSOFTMAX, wide).implementation == "blocked"
+    dense = dataclasses.replace(options, implementation="reference")
+    assert api.choice(*arrays, SIGSOFTMAX, dense) == ("reference", 9_600)
 
 
 @pytest.mark.parametrize("name", EVERY_OP)

@@ -6,13 +6,16 @@ import numpy as np
 import pytest
 
 import softbottle
+from softbottle import ops
 from softbottle.ops.mixture import blocked
 from softbottle.ops.mixture.activations import SIGSOFTMAX
+from softbottle.ops.mixture.arrays import Vocabulary
 from softbottle.ops.mixture.options import Options
 from tests import oracle
-from tests.ops.mixture.problem import make_problem, sigsoftmax_scores
+from tests.ops.mixture.problem import make_problem, paired, sigsoftmax_scores
 
 ROW_BYTES = 3 * 37 * 4
+lse = blocked.IMPLEMENTATION.lse
 
 
 @pytest.mark.parametrize("budget", [1, 4 * ROW_BYTES + 1, 2**40])
@@ -21,12 +24,12 @@ def test_normalisers_take_any_cotangent(budget):
     cotangent_TK = np.random.default_rng(1).normal(size=problem.log_prior_TK.shape)
     zero_TK = np.zeros_like(cotangent_TK)
     (_, lse_TK), bars = sigsoftmax_scores(problem, zero_TK, cotangent_TK)
-    options = Options(budget_bytes=budget)
+    options = Options(budget_bytes=budget).resolve()
 
     @jax.jit
     def run(context_TKE, table_VE, bias_V, cotangent_TK):
-        def function(*args):
-            return blocked.lse(*args, SIGSOFTMAX, options)
+        def function(context_TKE, *vocabulary):
+            return lse(context_TKE, Vocabulary(*vocabulary), SIGSOFTMAX, options)
 
         ours_TK, pull = jax.vjp(function, context_TKE, table_VE, bias_V)
         return ours_TK, pull(cotangent_TK)
@@ -40,7 +43,7 @@ def test_the_scalar_loss_scales_with_its_cotangent(budget):
     problem = oracle.cast(make_problem(), jnp.float32)
 
     def loss(*args):
-        return blocked.loss(*args, SIGSOFTMAX, Options(budget_bytes=budget))
+        return ops.loss(*paired(*args), SIGSOFTMAX, Options(budget_bytes=budget))
 
     once = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))(*problem)
     thrice = jax.jit(jax.grad(lambda *a: -3.0 * loss(*a), (0, 1, 2, 3)))(*problem)

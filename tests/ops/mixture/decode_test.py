@@ -9,6 +9,7 @@ from softbottle import ops
 from softbottle.ops.mixture.activations import SIGSOFTMAX, SOFTMAX
 from softbottle.ops.mixture.decode import UNIT
 from tests import oracle
+from tests.ops.mixture.problem import paired
 
 # A table of three units and a rest, of which a little is padding.
 TOKENS, COMPONENTS, WIDTH, ROWS, VOCAB = 11, 3, 7, 3 * UNIT + 331, 3 * UNIT + 57
@@ -42,8 +43,10 @@ def dense(mixture, vocab):
 
 
 def run(function, budget, *extra, mixture=MIXTURE, vocab=VOCAB, activation=SIGSOFTMAX):
+    options = ops.Options(budget_bytes=budget, vocab=vocab)
+
     def call(*args):
-        return function(*args, *extra, activation, budget_bytes=budget, vocab=vocab)
+        return function(*paired(*args), *extra, activation, options)
 
     return jax.jit(call)(*oracle.cast(mixture, jnp.float32))
 
@@ -60,8 +63,8 @@ def test_log_probs_have_the_same_gradient_by_blocks():
     bar_TV = np.random.default_rng(1).uniform(size=(TOKENS, VOCAB)).astype(np.float32)
 
     def total(*mixture, budget):
-        options = {"budget_bytes": budget, "vocab": VOCAB}
-        log_p_TV = ops.log_probs(*mixture, SIGSOFTMAX, **options)
+        options = ops.Options(budget_bytes=budget, vocab=VOCAB)
+        log_p_TV = ops.log_probs(*paired(*mixture), SIGSOFTMAX, options)
         return jnp.sum(log_p_TV[:, :VOCAB] * bar_TV)
 
     point = oracle.cast(MIXTURE, jnp.float32)
@@ -106,8 +109,8 @@ def test_what_is_drawn_depends_on_the_key_and_not_on_blocks(generator):
     @functools.partial(jax.jit, static_argnames="budget")
     def draw(seed, budget):
         key = jax.random.key(seed, impl=generator)
-        options = {"budget_bytes": budget, "vocab": VOCAB}
-        return ops.sample(*mixture, key, SIGSOFTMAX, **options)
+        options = ops.Options(budget_bytes=budget, vocab=VOCAB)
+        return ops.sample(*paired(*mixture), key, SIGSOFTMAX, options)
 
     mixture = oracle.cast(MIXTURE, jnp.float32)
     whole_T = draw(7, BUDGETS[-1])
@@ -175,7 +178,7 @@ def test_components_are_drawn_in_float32_whatever_the_prior_is(mixed_dtypes):
     context_TKE[:, -1] = 50.0
     table_VE, bias_V = np.array([[0.0], [1.0]]), np.array([5.0, 0.0])
     mixture = oracle.cast((log_prior_TK, context_TKE, table_VE, bias_V), jnp.bfloat16)
-    words_T = jax.jit(ops.sample)(*mixture, jax.random.key(1))
+    words_T = jax.jit(ops.sample)(*paired(*mixture), jax.random.key(1))
     p_K = np.exp(np.asarray(mixture[0][0], np.float64))
     # Component 2,000 gives word 1, the others word 0 but for exp(-5).
     p = p_K[-1] / p_K.sum() + (1 - p_K[-1] / p_K.sum()) * oracle.sigmoid(-5.0)
@@ -202,7 +205,8 @@ def traced(name, budget):
     extra = {"log_probs": (), "top_k": (40,), "sample": (jax.random.key(0),)}[name]
 
     def call(*mixture):
-        return getattr(ops, name)(*mixture, *extra, budget_bytes=budget)
+        options = ops.Options(budget_bytes=budget)
+        return getattr(ops, name)(*paired(*mixture), *extra, options=options)
 
     inputs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     return jax.jit(call).trace(*inputs)

@@ -17,11 +17,12 @@ from softbottle.ops.mixture.activations import (
 )
 from softbottle.ops.mixture.options import Options
 from tests import oracle
-from tests.ops.mixture.problem import loss_and_gradient, make_problem
+from tests.ops.mixture.problem import loss_and_gradient, make_problem, paired
 
-PLAIN = exponential.Route(exponential.xla_first, blocked.lse, (1, 1, 1), 1)
+LSE = blocked.IMPLEMENTATION.lse
+PLAIN = exponential.Route(exponential.xla_first, LSE, (1, 1, 1), 1)
 # What GPUs like: rows, words and width padded, the bias beside the table or alone.
-PADDED = exponential.Route(exponential.xla_first, blocked.lse, (8, 128, 64), 32)
+PADDED = exponential.Route(exponential.xla_first, LSE, (8, 128, 64), 32)
 GSS = Activation(generalised, (0.5, 1.7))
 ACTIVATIONS = {
     "softmax": (SOFTMAX, 0.0, 1.0),
@@ -32,8 +33,10 @@ WIDE = {"tokens": 13, "components": 2, "width": 8, "vocab": 900}
 
 
 def run(problem, route=PLAIN, activation=SOFTMAX, dtype="float32", **options):
+    chosen = Options(**options).resolve()
+
     def loss(*inputs):
-        return exponential.loss(route, *inputs, activation, Options(**options))
+        return exponential.loss(route, *paired(*inputs), activation, chosen)
 
     function = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3)))
     return function(*oracle.cast(problem, jnp.dtype(dtype)))
@@ -101,7 +104,8 @@ def test_under_vmap_only_the_element_that_needs_it_is_redone():
     route, calls = counted(PLAIN)
 
     def loss(*inputs):
-        return exponential.loss(route, *inputs, SOFTMAX, Options())
+        options = Options().resolve()
+        return exponential.loss(route, *paired(*inputs), SOFTMAX, options)
 
     losses_N = jax.jit(jax.vmap(jax.value_and_grad(loss, argnums=(0, 1, 2, 3))))
     values_N, bars_N = losses_N(*stacked)
@@ -122,8 +126,9 @@ def test_a_split_vocabulary_guards_all_its_shards(make):
 
     @functools.partial(jax.shard_map, mesh=mesh, in_specs=rows, out_specs=P())
     def loss(*inputs):
-        options = Options(vocab_axis="model")
-        return jax.lax.psum(exponential.loss(PLAIN, *inputs, SOFTMAX, options), "data")
+        options = Options(vocab_axis="model").resolve()
+        total = exponential.loss(PLAIN, *paired(*inputs), SOFTMAX, options)
+        return jax.lax.psum(total, "data")
 
     problem = type(problem)(
         *(

@@ -46,6 +46,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import softbottle
 from softbottle.ops.mixture import api
+from softbottle.ops.mixture.options import Options
+from tests.ops.mixture.problem import paired
 
 topology = topologies.get_topology_desc(
     platform="cuda", target_config="""{H200}""", topology="1x1x1"
@@ -59,8 +61,10 @@ def shape(dtype, *sizes):
     return jax.ShapeDtypeStruct(sizes, dtype, sharding=placed)
 
 
+options = Options(implementation="pallas_gpu").resolve(topology.devices[0])
+
 def loss(*inputs):
-    return api.loss(*inputs, activation, implementation="pallas_gpu")
+    return api.loss(*paired(*inputs), activation, options)
 
 
 tokens, components, width, vocab = 840, 15, 280, 10_000

@@ -1,7 +1,11 @@
+import types
+
+import jax
 import jax.numpy as jnp
 import pytest
 
 from softbottle.ops.mixture.options import (
+    Device,
     Options,
     chunk_count,
     product_dtype,
@@ -21,6 +25,34 @@ def test_a_value_that_is_not_positive_is_refused_by_name(options):
 def test_an_unknown_option_is_refused_by_name():
     with pytest.raises(TypeError, match="budget_megabytes"):
         Options(budget_megabytes=3)
+
+
+def test_an_unknown_implementation_is_refused_with_those_there_are():
+    with pytest.raises(ValueError, match="'triton'.*blocked.*reference"):
+        Options(implementation="triton")
+
+
+def test_the_options_are_those_of_a_device_that_is_passed_in():
+    h200 = types.SimpleNamespace(
+        platform="cuda", compute_capability="9.0", core_count=132
+    )
+    chosen = Options().resolve(h200)
+    assert chosen.device == Device("gpu", "9.0", 132) and chosen.on_gpu
+    newer = jax.__version_info__ >= (0, 11)
+    assert chosen.implementation == ("pallas_gpu" if newer else "blocked")
+    assert chosen.resolve() is chosen
+    assert chosen.block_bytes == 2**30 < chosen.loss_bytes(2**20) == 2**32
+    here = chosen.resolve(jax.devices()[0])
+    assert here.device.platform == "cpu" and here.block_bytes == 32 * 2**20
+    tpu = types.SimpleNamespace(platform="tpu")
+    assert Options().resolve(tpu).implementation == "blocked"
+    asked = Options(implementation="pallas_tpu").resolve(tpu)
+    assert asked.implementation == "pallas_tpu"
+
+
+def test_what_depends_on_a_device_is_refused_before_one_is_chosen():
+    with pytest.raises(ValueError, match="resolve"):
+        _ = Options().block_bytes
 
 
 def test_options_are_hashable_and_equal_by_value():

@@ -11,8 +11,14 @@ from jax.sharding import PartitionSpec as P
 import softbottle
 from softbottle.ops.mixture import api, exponential, pallas_gpu
 from softbottle.ops.mixture.activations import SIGSOFTMAX, SOFTMAX
+from softbottle.ops.mixture.arrays import Vocabulary
 from softbottle.ops.mixture.options import Options
-from tests.ops.mixture.problem import Problem, loss_and_gradient, make_problem
+from tests.ops.mixture.problem import (
+    Problem,
+    loss_and_gradient,
+    make_problem,
+    paired,
+)
 
 pytestmark = [
     pytest.mark.usefixtures("mixed_dtypes"),
@@ -54,15 +60,11 @@ def rounded(problem):
 
 
 def run(problem, activation, **options):
+    chosen = Options(implementation="pallas_gpu", **options)
+
     def loss(*inputs):
-        return api.loss(
-            *inputs,
-            problem.labels_T,
-            problem.weights_T,
-            activation,
-            implementation="pallas_gpu",
-            **options,
-        )
+        tokens = (problem.labels_T, problem.weights_T)
+        return api.loss(*paired(*inputs, *tokens), activation, chosen)
 
     with pallas_gpu.interpreted():
         return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3)))(*problem[:4])
@@ -118,16 +120,9 @@ def test_normalisers_and_their_gradient(name):
     _, ours = rounded(make_problem(**sizes))
 
     def nll(implementation, context_TKE, table_VE, bias_V):
-        nll_T = api.nll(
-            ours.log_prior_TK,
-            context_TKE,
-            table_VE,
-            bias_V,
-            ours.labels_T,
-            activation,
-            implementation=implementation,
-            vocab=275,
-        )
+        inputs = (ours.log_prior_TK, context_TKE, table_VE, bias_V, ours.labels_T)
+        options = Options(implementation=implementation, vocab=275)
+        nll_T = api.nll(*paired(*inputs), activation, options)
         return jnp.sum(nll_T**2), nll_T
 
     def value_and_grad(implementation):
@@ -150,7 +145,8 @@ def test_a_batch_of_problems_under_vmap():
     stacked = Problem(*(jnp.stack(pair) for pair in zip(*ours, strict=True)))
 
     def loss(*inputs):
-        return api.loss(*inputs, implementation="pallas_gpu")
+        options = Options(implementation="pallas_gpu")
+        return api.loss(*paired(*inputs), options=options)
 
     with pallas_gpu.interpreted():
         batched = jax.vmap(jax.value_and_grad(loss, argnums=(0, 1, 2, 3)))
@@ -169,8 +165,8 @@ def test_it_lowers_for_a_gpu_under_a_split_vocabulary():
 
     @functools.partial(jax.shard_map, mesh=mesh, in_specs=specs, out_specs=P())
     def loss(*inputs):
-        options = {"vocab_axis": "model", "implementation": "pallas_gpu"}
-        return jax.lax.psum(api.loss(*inputs, **options), "data")
+        options = Options(vocab_axis="model", implementation="pallas_gpu")
+        return jax.lax.psum(api.loss(*paired(*inputs), options=options), "data")
 
     traced = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3))).trace(*ours)
     lowered = traced.lower(lowering_platforms=("cuda",))
@@ -184,8 +180,9 @@ def test_what_the_kernel_does_not_take_goes_by_xla():
         table_VE=ours.table_VE.astype(jnp.float32),
     )
     with pallas_gpu.interpreted():
-        loss = api.loss(*wide, implementation="pallas_gpu")
-    assert loss == api.loss(*wide, implementation="blocked")
+        loss = api.loss(*paired(*wide), options=Options(implementation="pallas_gpu"))
+    plain = Options(implementation="blocked")
+    assert loss == api.loss(*paired(*wide), options=plain)
 
 
 @pytest.fixture
@@ -198,7 +195,11 @@ def hopper():
 def test_auto_takes_the_kernel_and_repeats_its_bits(hopper):
     sizes = {"tokens": 301, "components": 7, "width": 200, "vocab": 5003}
     exact, ours = rounded(make_problem(**sizes))
-    function = jax.jit(jax.value_and_grad(api.loss, argnums=(0, 1, 2, 3)))
+
+    def loss(*inputs):
+        return api.loss(*paired(*inputs))
+
+    function = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3)))
     once, again = function(*ours), function(*ours)
     check(once, loss_and_gradient(exact))
     for left, right in zip(jax.tree.leaves(once), jax.tree.leaves(again), strict=True):
@@ -220,14 +221,15 @@ def test_every_row_is_right_when_blocks_do_several_tiles(hopper, width):
     z_RV = np.asarray(context_RE, np.float64) @ np.asarray(table_VE, np.float64).T
     lse_R = np.log(np.sum(np.exp(z_RV), axis=1))
     bias_V, ref_R = jnp.zeros(20_224), jnp.full(1024, 5.0)
-    first = jax.jit(pallas_gpu.first_product, static_argnums=4)
+    first = jax.jit(pallas_gpu.first_product, static_argnums=(4, 5))
+    options = Options().resolve()
     for _ in range(3):
-        _, total_R = first(context_RE, table_VE, bias_V, ref_R, SOFTMAX)
+        _, total_R = first(context_RE, table_VE, bias_V, ref_R, SOFTMAX, options)
         np.testing.assert_allclose(5.0 + np.log(total_R), lse_R, atol=1e-4)
-        ours_R1 = pallas_gpu.lse(
-            context_RE[:, None], table_VE, bias_V, SOFTMAX, Options()
+        ours_R1 = pallas_gpu.IMPLEMENTATION.lse(
+            context_RE[:, None], Vocabulary(table_VE, bias_V), SOFTMAX, options
         )
         np.testing.assert_allclose(ours_R1[:, 0], lse_R, atol=1e-4)
-    e_RV, _ = first(context_RE, table_VE, bias_V, ref_R, SOFTMAX)
+    e_RV, _ = first(context_RE, table_VE, bias_V, ref_R, SOFTMAX, options)
     exact_RV = np.exp(z_RV - 5.0)
     assert np.max(np.abs(np.asarray(e_RV, np.float64) / exact_RV - 1)) < 5e-3

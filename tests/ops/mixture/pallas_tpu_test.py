@@ -11,7 +11,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from softbottle.ops.mixture import blocked, pallas_tpu, parts
+from softbottle.ops.mixture import blocked, options, pallas_tpu
 from softbottle.ops.mixture.activations import (
     SIGSOFTMAX,
     SOFTMAX,
@@ -20,9 +20,10 @@ from softbottle.ops.mixture.activations import (
     piecewise_even,
     segments,
 )
+from softbottle.ops.mixture.arrays import Vocabulary
 from softbottle.ops.mixture.options import Options
 from tests import oracle
-from tests.ops.mixture.problem import make_problem
+from tests.ops.mixture.problem import make_problem, paired
 
 GSS = Activation(generalised, (-1.5, 2.5))
 AUTO = jax.sharding.AxisType.Auto
@@ -81,11 +82,16 @@ def dense(name, inputs, vocab=None):
     return np.log(total_TK1[:, :, 0]), bars
 
 
-def value_and_bars(activation, inputs, **options):
+def lse(module, activation, context_TKE, table_VE, bias_V, **choices):
+    function, resolved = module.IMPLEMENTATION.lse, Options(**choices).resolve()
+    return function(context_TKE, Vocabulary(table_VE, bias_V), activation, resolved)
+
+
+def value_and_bars(activation, inputs, **choices):
     @jax.jit
     def run(context_TKE, table_VE, bias_V, bar_TK):
         def function(*args):
-            return pallas_tpu.lse(*args, activation, Options(**options))
+            return lse(pallas_tpu, activation, *args, **choices)
 
         lse_TK, pull = jax.vjp(function, context_TKE, table_VE, bias_V)
         return lse_TK, pull(bar_TK)
@@ -127,7 +133,7 @@ def test_bfloat16_products_are_summed_in_float32(compute, interpreted, mixed_dty
     exact = jax.tree.map(lambda array: np.asarray(array, np.float64), inputs)
 
     def function(*args):
-        return pallas_tpu.lse(*args, SOFTMAX, Options(compute_dtype=compute))
+        return lse(pallas_tpu, SOFTMAX, *args, compute_dtype=compute)
 
     lse_TK, pull = jax.vjp(jax.jit(function), *given[:3])
     expected_TK, expected_bars = dense("mos", exact)
@@ -144,8 +150,8 @@ def test_a_traced_theta_has_a_gradient(interpreted):
 
     def total(implementation, center, slope):
         activation = Activation(generalised, params=(center, slope))
-        args = (context_TKE, table_VE, bias_V, activation, Options(vocab=31))
-        return jnp.sum(implementation.lse(*args))
+        inputs = (context_TKE, table_VE, bias_V)
+        return jnp.sum(lse(implementation, activation, *inputs, vocab=31))
 
     # A center among the logits that matter: far below them its derivative is a small
     # difference of sums, and float32 would say little about it.
@@ -167,7 +173,7 @@ def test_a_batch_is_what_its_elements_are(batched, interpreted):
 
     def one(module, context_TKE, center):
         activation = Activation(generalised, params=(center, 2.5))
-        return module.lse(context_TKE, table_VE, bias_V, activation, Options(vocab=31))
+        return lse(module, activation, context_TKE, table_VE, bias_V, vocab=31)
 
     axes = (0, 0) if "centers" in batched else (0, None)
     point = (context_BTKE, center_B if "centers" in batched else center_B[0])
@@ -191,8 +197,10 @@ def test_a_table_split_over_devices_gives_loss_and_gradient(interpreted):
 
     def run(module, *inputs):
         def local(theta, *inputs):
-            options = Options(vocab=31, vocab_axis="model")
-            share = module.loss(*inputs, Activation(generalised, params=theta), options)
+            choices = Options(vocab=31, vocab_axis="model").resolve()
+            activation = Activation(generalised, params=theta)
+            loss = module.IMPLEMENTATION.loss
+            share = loss(*paired(*inputs), activation, choices)
             return jax.lax.psum(share, "data")
 
         data, model = P("data"), P("model")
@@ -205,32 +213,18 @@ def test_a_table_split_over_devices_gives_loss_and_gradient(interpreted):
     oracle.assert_close(ours, theirs, "float32")
 
 
-def test_a_token_of_weight_zero_may_hold_any_label(interpreted):
-    problem = oracle.cast(make_problem(), jnp.float32)
-    weights_T = problem.weights_T.at[3].set(0.0)
-
-    def total(label, *differentiable):
-        labels_T = problem.labels_T.at[3].set(label)
-        return pallas_tpu.loss(
-            *differentiable, labels_T, weights_T, SIGSOFTMAX, Options()
-        )
-
-    step = jax.jit(jax.value_and_grad(total, argnums=(1, 2, 3, 4)))
-    oracle.assert_close(step(-1, *problem[:4]), step(0, *problem[:4]), "float32")
-
-
 def test_piecewise_activations_take_the_xla_path_and_say_so_once(caplog):
     inputs = oracle.cast(make_inputs()[:3], jnp.float32)
     knots_N1 = jnp.linspace(-2.5, 2.5, 6)
     plif = Activation(
         piecewise_even, params=segments(knots_N1, jnp.linspace(0.5, 1.5, 5))
     )
-    parts.note.cache_clear()
+    options.note.cache_clear()
 
     @jax.jit
     def run(*inputs):
         modules = (blocked, pallas_tpu, pallas_tpu)
-        return [module.lse(*inputs, plif, Options()) for module in modules]
+        return [lse(module, plif, *inputs) for module in modules]
 
     with caplog.at_level(logging.INFO):
         theirs_TK, *ours = run(*inputs)
@@ -241,13 +235,13 @@ def test_piecewise_activations_take_the_xla_path_and_say_so_once(caplog):
 def test_other_dtypes_are_refused():
     inputs = oracle.cast(make_inputs()[:3], jnp.float32)
     with pytest.raises(ValueError, match="bfloat16 or float32, got float16"):
-        pallas_tpu.lse(*inputs, SOFTMAX, Options(compute_dtype=jnp.float16))
+        lse(pallas_tpu, SOFTMAX, *inputs, compute_dtype=jnp.float16)
 
 
 def test_no_other_platform_runs_it_unless_told_to_interpret():
     inputs = oracle.cast(make_inputs()[:3], jnp.float32)
     with pytest.raises(ValueError, match="interpret mode"):
-        pallas_tpu.lse(*inputs, SOFTMAX, Options())
+        lse(pallas_tpu, SOFTMAX, *inputs)
 
 
 def lowered(shape, dtype, activation, sharding=None):
@@ -258,7 +252,7 @@ def lowered(shape, dtype, activation, sharding=None):
     ]
 
     def function(*args):
-        return pallas_tpu.lse(*args, activation, Options())
+        return lse(pallas_tpu, activation, *args)
 
     return jax.jit(function).trace(*inputs).lower(lowering_platforms=("tpu",))
 

@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from softbottle.ops.mixture.arrays import Mixture, Targets, Vocabulary
 from tests import oracle
 
 TOKENS, COMPONENTS, WIDTH, VOCAB = 11, 3, 7, 37
@@ -16,6 +17,12 @@ class Problem(NamedTuple):
     bias_V: np.ndarray
     labels_T: np.ndarray
     weights_T: np.ndarray
+
+
+def paired(log_prior_TK, context_TKE, table_VE, bias_V, *targets):
+    """The arrays as the operations take them: in pairs, labels alone by themselves."""
+    targets = (Targets(*targets),) if len(targets) == 2 else targets
+    return Mixture(log_prior_TK, context_TKE), Vocabulary(table_VE, bias_V), *targets
 
 
 def make_problem(

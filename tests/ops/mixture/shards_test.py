@@ -5,8 +5,9 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from softbottle.ops.mixture import parts
+from softbottle.ops.mixture import likelihood, shards
 from softbottle.ops.mixture.activations import SIGSOFTMAX
+from softbottle.ops.mixture.arrays import Vocabulary
 from softbottle.ops.mixture.options import Options
 
 RNG = np.random.default_rng(0)
@@ -23,19 +24,20 @@ def over_model(function, *specs, out):
 
 
 def test_logits_are_products_plus_bias():
-    z_TKV = parts.logits(*map(jnp.asarray, (CONTEXT_TKE, TABLE_VE, BIAS_V)), Options())
+    context_TKE, *vocabulary = map(jnp.asarray, (CONTEXT_TKE, TABLE_VE, BIAS_V))
+    z_TKV = likelihood.logits(context_TKE, Vocabulary(*vocabulary), Options())
     exact = CONTEXT_TKE.astype(np.float64) @ TABLE_VE.T.astype(np.float64) + BIAS_V
     np.testing.assert_allclose(z_TKV, exact, atol=1e-5)
 
 
 def test_rows_beyond_the_vocabulary_are_not_live():
     np.testing.assert_array_equal(
-        parts.live_rows(16, Options(vocab=13)), np.arange(16) < 13
+        shards.live_rows(16, Options(vocab=13)), np.arange(16) < 13
     )
 
 
 def test_each_shard_knows_its_own_live_rows():
-    live = over_model(lambda: parts.live_rows(2, OPTIONS), out=P("model"))()
+    live = over_model(lambda: shards.live_rows(2, OPTIONS), out=P("model"))()
     np.testing.assert_array_equal(live, np.arange(16) < 13)
 
 
@@ -45,7 +47,7 @@ def test_normalisers_of_shards_combine_to_that_of_the_whole():
 
     def both(g_TW):
         local_T1 = jax.nn.logsumexp(g_TW, axis=1, keepdims=True)
-        return parts.over_shards(local_T1, OPTIONS)
+        return shards.joint_lse(local_T1, OPTIONS)
 
     lse_T1 = over_model(both, P(None, "model"), out=P())(g_TV)
     exact = np.logaddexp.reduce(g_TV.astype(np.float64), axis=1)
@@ -56,8 +58,9 @@ def test_normalisers_of_shards_combine_to_that_of_the_whole():
 def test_the_score_of_a_label_is_its_activated_logit_and_nan_for_no_word(split):
     def score(context_TKE, table_VE, bias_V, labels_T):
         options = OPTIONS if split else Options(vocab=13)
-        return parts.target_score(
-            context_TKE, table_VE, bias_V, labels_T, SIGSOFTMAX, options
+        vocabulary = Vocabulary(table_VE, bias_V)
+        return likelihood.target_score(
+            context_TKE, vocabulary, labels_T, SIGSOFTMAX, options
         )
 
     rows = (P("model"), P("model"))

@@ -1,0 +1,47 @@
+"""The arrays that travel together through the operations."""
+
+from typing import NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+Tree = TypeVar("Tree")
+
+
+class Mixture(NamedTuple):
+    """Mixture weights and component contexts of every token."""
+
+    log_prior_TK: jax.Array
+    context_TKE: jax.Array
+
+
+class Vocabulary(NamedTuple):
+    """A row and a logit of its own for each word; a bias of None is zero."""
+
+    table_VE: jax.Array
+    bias_V: jax.Array | None
+
+
+class Targets(NamedTuple):
+    """The words that follow, and what each counts; a token of weight 0 is padding."""
+
+    labels_T: jax.Array
+    weights_T: jax.Array
+
+
+def without_padding(weights: jax.Array, tree: Tree) -> Tree:
+    """The tree with zeros where the weight is 0, and no gradient there.
+
+    Padding may hold anything, even NaN. Cleared before it is read it cannot reach a
+    result or a gradient: its weight is 0, and 0 times a finite number is 0.
+
+    Args:
+        weights: of the tokens, of any leading axes.
+        tree: arrays that begin with the axes of the weights.
+    """
+
+    def clear(array):
+        trailing = (1,) * (array.ndim - weights.ndim)
+        return jnp.where((weights != 0).reshape(*weights.shape, *trailing), array, 0)
+
+    return jax.tree.map(clear, tree)

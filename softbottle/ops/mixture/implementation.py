@@ -1,0 +1,42 @@
+"""What an implementation of the mixture likelihood is.
+
+Each is a module of this package that ends in an `IMPLEMENTATION`. All equal
+reference.py to rounding; a test compares them.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+
+from softbottle.ops.mixture.activations import Activation
+from softbottle.ops.mixture.arrays import Mixture, Targets, Vocabulary
+from softbottle.ops.mixture.options import Options
+
+# An array, or what stands for one when only its shape and dtype are asked.
+Shaped = jax.Array | jax.ShapeDtypeStruct
+
+
+class Choice(NamedTuple):
+    """What computes a loss, and how many tokens at a time."""
+
+    implementation: str
+    block_tokens: int
+
+
+class Implementation(NamedTuple):
+    """The three functions of an implementation; their options are resolved.
+
+    Attributes:
+        lse: (context_TKE, vocabulary, activation, options) -> the log-normalisers
+            [T, K] of every token and component over the local rows of the table. It
+            takes any cotangent.
+        loss: (mixture, vocabulary, targets, activation, options) -> the weighted sum
+            of the tokens' negative log-likelihoods. Padding has been cleared.
+        choice: (context_TKE, table_VE, activation, options) -> what computes `loss` on
+            arrays of these shapes, which an implementation may leave to another.
+    """
+
+    lse: Callable[[jax.Array, Vocabulary, Activation, Options], jax.Array]
+    loss: Callable[[Mixture, Vocabulary, Targets, Activation, Options], jax.Array]
+    choice: Callable[[Shaped, Shaped, Activation, Options], Choice]

@@ -1,0 +1,197 @@
+"""The pieces of the mixture likelihood that its implementations share."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from softbottle.ops.mixture import shards
+from softbottle.ops.mixture.activations import Activation
+from softbottle.ops.mixture.arrays import Mixture, Targets, Vocabulary
+from softbottle.ops.mixture.options import Options, product_dtype, sum_dtype
+
+
+def logits(
+    context_CKE: jax.Array, vocabulary: Vocabulary, options: Options
+) -> jax.Array:
+    """z = context . table + bias, accumulated in float32 or better: [C, K, V]."""
+    table_VE, bias_V = vocabulary
+    dtype = product_dtype(options, context_CKE, table_VE)
+    z_CKV = jnp.einsum(
+        "cke,ve->ckv",
+        context_CKE.astype(dtype),
+        table_VE.astype(dtype),
+        preferred_element_type=sum_dtype(context_CKE, table_VE),
+    )
+    return z_CKV + bias_V.astype(z_CKV.dtype)[None, None]
+
+
+def word_ids(**named_ids: jax.Array) -> jax.Array:
+    """Word ids as int32; one that int32 cannot hold becomes -1, which is no word.
+
+    Raises:
+        ValueError: if they are not integers; by the keyword that names them.
+    """
+    ((name, ids),) = named_ids.items()
+    if not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise ValueError(f"{name} must be integers, got {ids.dtype}.")
+    if ids.dtype == jnp.int32:
+        return ids
+    narrow = jnp.asarray(ids.astype(jnp.int32))
+    if ids.dtype.itemsize < 4:
+        return narrow
+    return jnp.where((ids >= 0) & (ids <= jnp.iinfo(jnp.int32).max), narrow, -1)
+
+
+def target_score(
+    context_TKE: jax.Array,
+    vocabulary: Vocabulary,
+    labels_T: jax.Array,
+    activation: Activation,
+    options: Options,
+) -> jax.Array:
+    """g(z) of the label, [T, K]; NaN where the label is no word of the vocabulary.
+
+    The row of the label is gathered and multiplied in float32 or better, from the same
+    rounded inputs that the normaliser's products read, so that the two agree.
+    """
+    z_TK, owned_T = _target_logit(context_TKE, vocabulary, labels_T, options)
+    score_TK = activation.apply(activation.theta, z_TK)
+    rows = len(vocabulary.table_VE)
+    return shards.from_owner(score_TK, owned_T, labels_T, rows, options)
+
+
+def target_score_and_slope(
+    context_TKE: jax.Array,
+    vocabulary: Vocabulary,
+    labels_T: jax.Array,
+    activation: Activation,
+    options: Options,
+) -> tuple[jax.Array, jax.Array]:
+    """`target_score` and g'(z) of the label, both [T, K]."""
+    z_TK, owned_T = _target_logit(context_TKE, vocabulary, labels_T, options)
+    score_TK, slope_TK = with_slope(activation, z_TK)
+    owner = (owned_T, labels_T, len(vocabulary.table_VE), options)
+    return shards.from_owner(score_TK, *owner), shards.from_owner(slope_TK, *owner)
+
+
+def with_slope(activation: Activation, z: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """g(z) and g'(z)."""
+    apply = functools.partial(activation.apply, activation.theta)
+    return jax.jvp(apply, (z,), (jnp.ones_like(z),))
+
+
+def nll(log_prior_TK: jax.Array, score_TK: jax.Array, lse_TK: jax.Array) -> jax.Array:
+    """-log P(label) of each token, [T]."""
+    return -jax.nn.logsumexp(log_prior_TK + score_TK - lse_TK, axis=-1)
+
+
+def posterior(
+    log_prior_TK: jax.Array, score_TK: jax.Array, lse_TK: jax.Array, nll_T: jax.Array
+) -> jax.Array:
+    """P(component | label), [T, K]."""
+    return jnp.exp(log_prior_TK + score_TK - lse_TK + nll_T[:, None])
+
+
+def weighted(weights_T: jax.Array, nll_T: jax.Array) -> jax.Array:
+    """sum_t weight[t] nll[t]."""
+    return jnp.sum(weights_T * nll_T)
+
+
+def loss_from(
+    local_lse: Callable[[jax.Array, Vocabulary, Activation, Options], jax.Array],
+    mixture: Mixture,
+    vocabulary: Vocabulary,
+    targets: Targets,
+    activation: Activation,
+    options: Options,
+) -> jax.Array:
+    """The loss from an implementation's log-normalisers, for jax to differentiate."""
+    log_prior_TK, context_TKE = mixture
+    lse_TK = local_lse(context_TKE, vocabulary, activation, options)
+    lse_TK = shards.joint_lse(lse_TK, options)
+    score_TK = target_score(
+        context_TKE, vocabulary, targets.labels_T, activation, options
+    )
+    return weighted(targets.weights_T, nll(log_prior_TK, score_TK, lse_TK))
+
+
+def vary(
+    theta: tuple, mixture: Mixture, vocabulary: Vocabulary, targets: Targets
+) -> tuple[tuple, Mixture, Vocabulary, Targets]:
+    """A loss's inputs, marked for `shard_map` before a `custom_vjp`.
+
+    What meets the table varies with it; the rest varies with the tokens alone.
+    """
+    log_prior_TK, context_TKE = mixture
+    theta, context_TKE, vocabulary = shards.varying_together(
+        theta, context_TKE, vocabulary
+    )
+    log_prior_TK, targets = shards.varying_together(log_prior_TK, targets)
+    return theta, Mixture(log_prior_TK, context_TKE), vocabulary, targets
+
+
+def loss_backward(saved: Any, loss_bar: jax.Array, options: Options) -> tuple:
+    """The gradients that a loss computed in forward, times its cotangent.
+
+    Args:
+        saved: gradients (theta, Mixture, Vocabulary, Targets); the labels' is None.
+        loss_bar: the cotangent of the loss.
+        options: those of the loss.
+    """
+    theta_bar, mixture_bar, vocabulary_bar, targets_bar = saved
+    # What a shard adds to the normaliser reaches the loss of every shard; the prior and
+    # the weights only enter that of their own.
+    shared_bar = shards.shared_cotangent(loss_bar, options)
+
+    def times(factor, tree):
+        return jax.tree.map(lambda bar: (factor * bar).astype(bar.dtype), tree)
+
+    prior_bar_TK, context_bar_TKE = mixture_bar
+    return (
+        times(shared_bar, theta_bar),
+        Mixture(times(loss_bar, prior_bar_TK), times(shared_bar, context_bar_TKE)),
+        times(shared_bar, vocabulary_bar),
+        times(loss_bar, targets_bar),
+    )
+
+
+def over_chunks(
+    function: Callable[[Any, Any], tuple[Any, Any]],
+    carry: Any,
+    tokens: Any,
+    chunks: int,
+) -> tuple[Any, Any]:
+    """Scan `function(carry, tokens) -> (carry, by_token)` over equal chunks of tokens.
+
+    The last chunk is filled with zeros, of which nothing is returned.
+    """
+    if chunks == 1:
+        return function(carry, tokens)
+    count = jax.tree.leaves(tokens)[0].shape[0]
+    size = -(-count // chunks)
+
+    def split(array):
+        pad = [(0, chunks * size - count)] + [(0, 0)] * (array.ndim - 1)
+        return jnp.pad(array, pad).reshape(chunks, size, *array.shape[1:])
+
+    def join(array):
+        return array.reshape(chunks * size, *array.shape[2:])[:count]
+
+    carry, by_chunk = jax.lax.scan(function, carry, jax.tree.map(split, tokens))
+    return carry, jax.tree.map(join, by_chunk)
+
+
+def _target_logit(context_TKE, vocabulary, labels_T, options):
+    table_VE, bias_V = vocabulary
+    label_T, owned_T = shards.local_labels(labels_T, len(table_VE), options)
+    dtype = product_dtype(options, context_TKE, table_VE)
+    wide = sum_dtype(context_TKE, table_VE)
+    z_TK = jnp.einsum(
+        "tke,te->tk",
+        context_TKE.astype(dtype).astype(wide),
+        table_VE[label_T].astype(dtype).astype(wide),
+    )
+    return z_TK + bias_V[label_T].astype(wide)[:, None], owned_T

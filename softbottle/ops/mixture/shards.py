@@ -1,0 +1,109 @@
+"""A table whose rows are split over a mesh axis: who has which, and what is exchanged.
+
+Vocabulary-parallel operations need two exchanges and no more: the log-normalisers
+combine as lse = logsumexp over the shards of their own lse, and the label's score is
+the sum over the shards of what the one that owns the row computes. Both are ordinary
+differentiable code of size [T, K].
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from softbottle.ops.mixture.options import Options
+
+
+def word_count(rows: int, options: Options) -> int:
+    """How many words there are, on all shards together."""
+    if options.vocab is not None:
+        return options.vocab
+    if options.vocab_axis is None:
+        return rows
+    return rows * jax.lax.axis_size(options.vocab_axis)
+
+
+def first_row(rows: int, options: Options) -> jax.Array | int:
+    """The id of this shard's first table row."""
+    if options.vocab_axis is None:
+        return 0
+    return jax.lax.axis_index(options.vocab_axis) * rows
+
+
+def live_rows(rows: int, options: Options) -> jax.Array:
+    """Which of the local table rows are words, [V]."""
+    ids_V = jnp.arange(rows) + first_row(rows, options)
+    return ids_V < word_count(rows, options)
+
+
+def local_labels(
+    labels_T: jax.Array, rows: int, options: Options
+) -> tuple[jax.Array, jax.Array]:
+    """Each label's row of this shard, 0 where another has it, and whether it has it."""
+    local_T = labels_T - first_row(rows, options)
+    owned_T = (local_T >= 0) & (local_T < rows)
+    return jnp.where(owned_T, local_T, 0), owned_T
+
+
+def joint_lse(lse_TK: jax.Array, options: Options) -> jax.Array:
+    """Log-normalisers over the whole vocabulary from those over each shard."""
+    if options.vocab_axis is None:
+        return lse_TK
+    top_TK = jax.lax.pmax(jax.lax.stop_gradient(lse_TK), options.vocab_axis)
+    total_TK = jax.lax.psum(jnp.exp(lse_TK - top_TK), options.vocab_axis)
+    return top_TK + jnp.log(total_TK)
+
+
+def from_owner(
+    array_TK: jax.Array,
+    owned_T: jax.Array,
+    labels_T: jax.Array,
+    rows: int,
+    options: Options,
+) -> jax.Array:
+    """What the shard that has the label's row says; NaN where the label is no word."""
+    array_TK = jnp.where(owned_T[:, None], array_TK, 0.0)
+    if options.vocab_axis is not None:
+        array_TK = jax.lax.psum(array_TK, options.vocab_axis)
+    word_T = (labels_T >= 0) & (labels_T < word_count(rows, options))
+    return jnp.where(word_T[:, None], array_TK, jnp.nan)
+
+
+def varying_together(*trees: Any) -> tuple[Any, ...]:
+    """The trees with every leaf varying over the union of their manual mesh axes.
+
+    Inside `shard_map` a replicated input that meets a split one must be marked as
+    varying before a `custom_vjp`, so that its gradient is summed over the mesh by the
+    transpose of the mark; outside `shard_map` nothing happens.
+    """
+    axes = frozenset().union(*(_varying(leaf) for leaf in jax.tree.leaves(trees)))
+    return vary_over(axes, *trees)
+
+
+def vary_over(axes: Iterable[str], *trees: Any) -> tuple[Any, ...]:
+    """The trees with every leaf varying over these manual mesh axes."""
+
+    def vary(leaf):
+        missing = tuple(sorted(set(axes) - _varying(leaf)))
+        return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
+
+    return jax.tree.map(vary, trees)
+
+
+def shared_cotangent(loss_bar: jax.Array, options: Options) -> jax.Array:
+    """A loss's cotangent as the transpose of the sum over shards hands it on.
+
+    `shard_map` transposes a psum to the identity, because it knows that the cotangent
+    is the same on all shards. With check_vma=False it does not, and takes a psum; what
+    a `custom_vjp` computes instead of jax has to follow. An index along the axis is
+    what certainly varies, if anything is known to.
+    """
+    axis = options.vocab_axis
+    if axis is None or axis in _varying(jax.lax.axis_index(axis)):
+        return loss_bar
+    return jax.lax.psum(loss_bar, axis)
+
+
+def _varying(leaf):
+    return jax.typeof(leaf).manual_axis_type.varying
