@@ -139,7 +139,7 @@ def test_words_are_drawn_from_all_the_text_and_its_cache():
         hidden_BSD, _ = model.hidden(params, batch, model.initial_carry(1))
         memory = cache.history(hidden_BSD, batch.labels_BS, batch.segments_BS)
         arguments = (*model.output(params), hidden_BSD, memory)
-        log_p_BSV = model.cached.log_probs(*arguments, **model.options)
+        log_p_BSV = model.cached.log_probs(*arguments, options=model.options)
         log_p_TV = jax.nn.log_softmax(log_p_BSV[0, len(prompt) - 1 :] / 2.0)
         keys = jax.random.split(jax.random.key(5), 12)
         return jnp.stack(

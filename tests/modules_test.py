@@ -107,9 +107,8 @@ def test_the_gradient_of_an_nnx_module_is_finite_and_reaches_everything():
 
 @pytest.mark.parametrize("kind", MAKERS)
 def test_options_reach_the_operation(kind):
-    option = {"implementation": "no such thing"}
-    fields = {"options": option} if kind == "linen" else option
+    options = softbottle.Options(vocab=VOCAB + 1)
     hidden, labels, _ = make_inputs()
-    with pytest.raises(ValueError, match="no such thing"):
-        call, _ = MAKERS[kind](HEADS["mos"], **fields)
+    with pytest.raises(ValueError, match=f"vocab={VOCAB + 1} exceeds"):
+        call, _ = MAKERS[kind](HEADS["mos"], options=options)
         call(hidden, labels)

@@ -31,7 +31,7 @@ def run_task(task: Row) -> Row:
     """Check and time one operation."""
     case = problem.Case(*task["case"])
     inputs, _ = head.make_inputs(case)
-    arguments = inputs.paired
+    arguments: tuple[Any, ...] = inputs.paired
     if task["kind"] == "sample":
         arguments += (jax.random.key(0),)
     row = measure.checked_and_timed(

@@ -118,7 +118,7 @@ def measure(
     """
     there = devices(topology)
     chip = CHIPS[topology.partition(":")[0]]
-    config = _for_topology(config, topology, len(there), tokens)
+    config = _for_chips(config, len(there), tokens)
     mesh = sharding.make_mesh(config.mesh, there)
     compiled, shapes = _compile(config, vocab, mesh)
     memory = compiled.memory_analysis()
@@ -239,15 +239,12 @@ def _compile(config, vocab, mesh):
         raise DoesNotFitError(str(error)) from error
 
 
-def _for_topology(config, topology, chips, tokens):
-    """The config with the rows and the kernel of a slice."""
+def _for_chips(config, chips, tokens):
+    """The config with the rows of a slice."""
     config = config_lib.from_dict(config_lib.to_dict(config))
     needed = chips * config.optim.accumulate
     rows = math.ceil(tokens * chips / config.data.length)
     config.data.rows = needed * math.ceil(rows / needed)
-    if topology == "h200":
-        config.head.implementation = "pallas_gpu"
-        config.head.budget_mib = config.head.budget_mib or 1024
     return config_lib.validate(config)
 
 

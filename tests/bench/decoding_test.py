@@ -37,7 +37,7 @@ def test_wrong_words_and_wrong_probabilities_are_refused(monkeypatch):
         return values_TK[:, 1:], ids_TK[:, 1:]
 
     def first_words(*inputs, **options):
-        return jnp.argmax(log_probs(*inputs[:4], **options), axis=-1)
+        return jnp.argmax(log_probs(*inputs[:2], **options), axis=-1)
 
     monkeypatch.setattr(api, "top_k", second_best)
     monkeypatch.setattr(api, "log_probs", lambda *a, **o: log_probs(*a, **o) + 1e-3)
@@ -49,7 +49,7 @@ def test_wrong_words_and_wrong_probabilities_are_refused(monkeypatch):
 
 def test_draws_from_another_distribution_are_refused(monkeypatch):
     def least_likely(*inputs, **options):
-        return jnp.argmin(api.log_probs(*inputs[:4], **options), axis=-1)
+        return jnp.argmin(api.log_probs(*inputs[:2], **options), axis=-1)
 
     monkeypatch.setattr(api, "sample", least_likely)
     assert "deviations off" in decode()["sample, auto"]["reason"]

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 import softbottle
+from softbottle import Options
 from softbottle.heads import cache
 from tests import oracle
 
 ROWS, POSITIONS, VOCAB = 2, 9, 13
 NAMES = ("softmax", "mos")
-OPTIONS = {"vocab": VOCAB, "budget_bytes": 1500}
+OPTIONS = Options(vocab=VOCAB, budget_bytes=1500)
 PADDED_ROWS = 3
 MARGIN = 0.05
 STEP = 1e-6
@@ -112,7 +113,7 @@ def loss(name, weights_BS, labels_BS, params, table_VE, bias_V, hidden_BSD):
     memory = cache.history(hidden_BSD, labels_BS, SEGMENTS_BS)
     joined = cache.cached(oracle.CASES[name].head)
     arguments = (params, table_VE, bias_V, hidden_BSD, labels_BS, weights_BS)
-    return joined.loss(*arguments, memory, **OPTIONS)
+    return joined.loss(*arguments, memory, options=OPTIONS)
 
 
 def decode(name, memory, *arguments):
@@ -121,9 +122,9 @@ def decode(name, memory, *arguments):
     @jax.jit
     def run(memory, *arguments):
         joined = cache.cached(oracle.CASES[name].head)
-        log_p_BSV = joined.log_probs(*arguments, memory, **OPTIONS)
+        log_p_BSV = joined.log_probs(*arguments, memory, options=OPTIONS)
         alone_BSV = cache.cache_log_probs(arguments[3], memory, len(arguments[1]))
-        nll_BS = joined.nll(*arguments, LABELS_BS, memory, **OPTIONS)
+        nll_BS = joined.nll(*arguments, LABELS_BS, memory, options=OPTIONS)
         return log_p_BSV, alone_BSV, nll_BS
 
     return map(np.asarray, run(memory, *arguments))
@@ -213,10 +214,10 @@ def test_an_empty_cache_changes_nothing(name="mos"):
     def plain(*arguments):
         *output, hidden_BSD = arguments
         hidden_TD = hidden_BSD.reshape(ROWS * POSITIONS, -1)
-        return head.nll(*output, hidden_TD, LABELS_BS.ravel(), **OPTIONS).sum()
+        return head.nll(*output, hidden_TD, LABELS_BS.ravel(), options=OPTIONS).sum()
 
     def ours(*arguments):
-        return joined.nll(*arguments, LABELS_BS, memory, **OPTIONS).sum()
+        return joined.nll(*arguments, LABELS_BS, memory, options=OPTIONS).sum()
 
     found, expected = (
         jax.jit(jax.value_and_grad(function, argnums=(0, 1, 2, 3)))(*arguments)
@@ -225,7 +226,7 @@ def test_an_empty_cache_changes_nothing(name="mos"):
     oracle.assert_close(found, expected, "float32")
     log_p_BSV, *_ = decode(name, memory, *arguments)
     hidden_TD = hidden_BSD.reshape(ROWS * POSITIONS, -1)
-    plain = functools.partial(head.log_probs, **OPTIONS)
+    plain = functools.partial(head.log_probs, options=OPTIONS)
     plain_TV = jax.jit(plain)(params, table_VE, bias_V, hidden_TD)
     oracle.assert_close(log_p_BSV.reshape(plain_TV.shape), plain_TV, "float32")
 
@@ -307,7 +308,7 @@ def make_step(rows, positions, vocab):
         memory = cache.history(hidden_BSD, labels_BS, ones_BS.astype(np.int32))
         tokens = (hidden_BSD, labels_BS, ones_BS, memory)
         total = cache.cached(head).loss(
-            params, table_VE, None, *tokens, budget_bytes=2**18
+            params, table_VE, None, *tokens, options=Options(budget_bytes=2**18)
         )
         return total + cache.ranking_loss(table_VE, *tokens, MARGIN)
 

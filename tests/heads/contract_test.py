@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies
 
+from softbottle import Options
 from tests import oracle
 from tests.oracle import CASES, FEW, NAMES, VOCAB
 
@@ -44,14 +45,15 @@ def make_problem(name):
 def everything(name, **options):
     """Jitted: loss, its gradients, nll, and its gradients under a cotangent."""
     head = CASES[name].head
-    options = {"budget_bytes": ODD_BUDGET, "vocab": VOCAB} | options
+    options = Options(**({"budget_bytes": ODD_BUDGET, "vocab": VOCAB} | options))
 
     def run(inputs, mask_TKE, cotangent_T):
         def loss(*args):
-            return head.loss(*args, latent_mask=mask_TKE, **options)
+            return head.loss(*args, latent_mask=mask_TKE, options=options)
 
         def nll(*args):
-            return head.nll(*args, inputs.labels_T, latent_mask=mask_TKE, **options)
+            named = {"latent_mask": mask_TKE, "options": options}
+            return head.nll(*args, inputs.labels_T, **named)
 
         total, loss_bars = jax.value_and_grad(loss, (0, 1, 2, 3, 5))(*inputs)
         nll_T, pull = jax.vjp(nll, *inputs[:4])
@@ -187,8 +189,9 @@ def decoded(name):
     head, inputs = CASES[name].head, oracle.make_inputs(name)
 
     def run(*args):
-        log_p_TV = head.log_probs(*args, budget_bytes=ODD_BUDGET)
-        return log_p_TV, head.top_k(*args, 5, budget_bytes=ODD_BUDGET)
+        options = Options(budget_bytes=ODD_BUDGET)
+        log_p_TV = head.log_probs(*args, options=options)
+        return log_p_TV, head.top_k(*args, 5, options=options)
 
     point = oracle.cast(inputs[:4], jnp.float32)
     return oracle.log_probs(name, *inputs[:4]), jax.jit(run)(*point)
@@ -303,7 +306,8 @@ def test_any_shape_and_scale_equals_the_oracle(name, data):
     budget = data.draw(strategies.integers(1, 5_000), "budget")
     inputs = oracle.make_inputs(name, tokens, rows, seed=tokens + rows, scale=scale)
     point = oracle.cast(inputs, jnp.float32)
-    loss = functools.partial(CASES[name].head.loss, budget_bytes=budget)
+    options = Options(budget_bytes=budget)
+    loss = functools.partial(CASES[name].head.loss, options=options)
     total, bars = jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3)))(*point)
     value = np.dot(inputs.weights_T, oracle.nll(name, inputs))
     oracle.assert_close(total, value, "float32")

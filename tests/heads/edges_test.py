@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from softbottle import Options
 from softbottle.heads import cache
 from tests import oracle
 from tests.oracle import CASES, FEW
@@ -22,7 +23,9 @@ def call(name, method, point, **options):
     """A head's method on the inputs of the oracle."""
     extra = {"top_k": (5,), "sample": (KEY,)}.get(method, ())
     used = {"loss": 6, "nll": 5}.get(method, 4)
-    return getattr(CASES[name].head, method)(*point[:used], *extra, **options)
+    return getattr(CASES[name].head, method)(
+        *point[:used], *extra, options=Options(**options)
+    )
 
 
 def make_cached(name="mos", rows=2):
@@ -45,7 +48,7 @@ def call_cached(method, point, memory, name="mos", **options):
         "sample": (memory, KEY),
     }[method]
     function = getattr(cache.cached(CASES[name].head), method)
-    return function(*output, hidden_BSD, *extra, **options)
+    return function(*output, hidden_BSD, *extra, options=Options(**options))
 
 
 def history(point, segments_BS=SEGMENTS_BS):
@@ -57,7 +60,8 @@ def history(point, segments_BS=SEGMENTS_BS):
 def test_no_tokens_have_no_loss_and_no_words(name, budget):
     point = oracle.cast(oracle.make_inputs(name, tokens=0, rows=2053), jnp.float32)
     options = {"budget_bytes": budget, "vocab": 2050}
-    step = functools.partial(CASES[name].head.loss, **options)
+    head, chosen = CASES[name].head, Options(**options)
+    step = functools.partial(head.loss, options=chosen)
     value, bars = jax.jit(jax.value_and_grad(step, argnums=(0, 1, 2, 3)))(*point)
     assert value == 0
     assert all(not np.any(leaf) for leaf in jax.tree.leaves(bars))
@@ -65,7 +69,7 @@ def test_no_tokens_have_no_loss_and_no_words(name, budget):
     assert call(name, "log_probs", point, **options).shape == (0, 2053)
     assert call(name, "sample", point, **options).shape == (0,)
     for k in (5, 40):  # beyond 16 words are sorted by unit
-        values_Tk, ids_Tk = CASES[name].head.top_k(*point[:4], k, **options)
+        values_Tk, ids_Tk = head.top_k(*point[:4], k, options=chosen)
         assert values_Tk.shape == ids_Tk.shape == (0, k)
 
 

@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from softbottle import Options
 from tests import oracle
 from tests.oracle import CASES, FEW
 
@@ -34,8 +35,8 @@ def exact_step(name, inputs):
 
 def total(head, what, args, options):
     if what == "loss":
-        return head.loss(*args, **options)
-    return jnp.sum(head.nll(*args[:5], **options) * args[5])
+        return head.loss(*args, options=options)
+    return jnp.sum(head.nll(*args[:5], options=options) * args[5])
 
 
 SPLIT = [
@@ -52,7 +53,7 @@ SPLIT = [
 def test_a_split_over_data_and_vocabulary_equals_the_oracle(name, what, layout):
     mesh = jax.make_mesh(layout, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     head, inputs = CASES[name].head, make_problem(name)
-    options = {"vocab": WORDS, "vocab_axis": "model", "budget_bytes": 1_000}
+    options = Options(vocab=WORDS, vocab_axis="model", budget_bytes=1_000)
     specs = (P(), P("model"), P("model"), P("data"), P("data"), P("data"))
 
     def local(*args):
@@ -80,7 +81,7 @@ def test_a_split_over_data_and_vocabulary_equals_the_oracle(name, what, layout):
 def test_a_split_that_jax_does_not_check_equals_the_oracle(name, what, layout):
     mesh = jax.make_mesh(layout, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     head, inputs = CASES[name].head, make_problem(name)
-    options = {"vocab": WORDS, "vocab_axis": "model", "budget_bytes": 1_000}
+    options = Options(vocab=WORDS, vocab_axis="model", budget_bytes=1_000)
     specs = (P(), P("model"), P("model"), P("data"), P("data"), P("data"))
 
     def local(*args):
@@ -110,10 +111,10 @@ def test_an_unchecked_gradient_inside_a_split_is_that_of_the_dense_form(name):
     specs = (P(), P("model"), P("model"), P("data"), P("data"), P("data"))
 
     def gradients(implementation):
-        options = {"vocab": WORDS, "vocab_axis": "model"}
-        loss = functools.partial(
-            CASES[name].head.loss, implementation=implementation, **options
+        options = Options(
+            vocab=WORDS, vocab_axis="model", implementation=implementation
         )
+        loss = functools.partial(CASES[name].head.loss, options=options)
         step = jax.shard_map(
             jax.grad(loss, argnums=(1, 2, 3, 5)),
             mesh=mesh,
@@ -130,7 +131,8 @@ def test_split_log_probs_are_those_of_the_local_words():
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     inputs = make_problem("mos")
     log_probs = functools.partial(
-        CASES["mos"].head.log_probs, vocab=WORDS, vocab_axis="model"
+        CASES["mos"].head.log_probs,
+        options=Options(vocab=WORDS, vocab_axis="model"),
     )
     split = jax.shard_map(
         log_probs,
@@ -158,7 +160,8 @@ def test_vmap_over_models_equals_one_model_at_a_time(name):
 
     def step(*args):
         value, bars = jax.value_and_grad(
-            functools.partial(head.loss, budget_bytes=1_000), argnums=(0, 1, 2, 3)
+            functools.partial(head.loss, options=Options(budget_bytes=1_000)),
+            argnums=(0, 1, 2, 3),
         )(*args)
         return value, bars
 

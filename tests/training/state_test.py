@@ -41,7 +41,7 @@ def test_a_run_is_loaded_with_its_config_words_and_best_parameters(trained, kind
     assert run.vocab == VOCAB
     assert run.step == 12
     chex.assert_trees_all_equal(run.params, params)
-    assert run.model.options["vocab"] == len(VOCAB)
+    assert run.model.options.vocab == len(VOCAB)
 
 
 def test_loading_a_run_leaves_a_save_that_is_under_way_alone(trained):

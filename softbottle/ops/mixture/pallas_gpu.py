@@ -237,11 +237,14 @@ def _kernel(activation, refs):
         **_scratch(refs),
     )
     def block(ring, **scratch):
+        me = lax.axis_index("warpgroup")
+
         @plgpu.nd_loop((row_tiles * word_tiles,), collective_axes="blocks")
         def job(loop):
             word_tile = lax.div(loop.index[0], row_tiles)
             row_tile = lax.rem(loop.index[0], row_tiles)
-            _tile(activation, refs, _Scratch(**scratch), ring, row_tile, word_tile)
+            place = (me, row_tile, word_tile)
+            _tile(activation, refs, _Scratch(**scratch), ring, place)
 
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -298,9 +301,9 @@ def _scratch(refs):
     return scratch
 
 
-def _tile(activation, refs, scratch, ring, row_tile, word_tile):
+def _tile(activation, refs, scratch, ring, place):
     """One tile of z, from its products to what leaves of it."""
-    me = lax.axis_index("warpgroup")
+    me, row_tile, word_tile = place
     words = pl.ds(word_tile * BLOCK_WORDS, BLOCK_WORDS)
     rows = pl.ds(row_tile * BLOCK_ROWS + me * WARPGROUP_ROWS, WARPGROUP_ROWS)
 
