@@ -36,7 +36,7 @@ class Loss(NamedTuple):
     """Sum of the negative log-likelihoods, number of tokens, and mean penalty."""
 
     total: jax.Array
-    count: jax.Array
+    tokens: jax.Array
     penalty: jax.Array
 
 
@@ -149,13 +149,14 @@ class Model:
                 *output, *map(_flat, tokens), **keywords
             )
         else:
-            tokens = (*tokens, _history(states.hidden_BSD, batch))
+            memory = _history(states.hidden_BSD, batch)
             total = self._split(self.cached.loss, total=True)(
-                *output, *tokens, **keywords
+                *output, *tokens, memory, **keywords
             )
-        if cache_config.objective == "histalign":
-            misranked = cache.ranking_loss(output[1], *tokens, cache_config.margin)
-            penalty += cache_config.alpha * misranked
+            if cache_config.objective == "histalign":
+                margin = cache_config.margin
+                misranked = cache.ranking_loss(output[1], *tokens, memory, margin)
+                penalty += cache_config.alpha * misranked
         return Loss(total, jnp.sum(batch.weights_BS), penalty), states.carry
 
     def hidden(self, params: Params, batch: Batch, carry: Any) -> tuple[jax.Array, Any]:

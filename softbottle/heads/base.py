@@ -53,7 +53,7 @@ class Head(abc.ABC):
 
     def __repr__(self) -> str:
         """The call that makes this head; settings that are None are left out."""
-        fields = sorted(dataclasses.fields(self), key=lambda field: field.kw_only)
+        fields = sorted(dataclasses.fields(self), key=lambda field: bool(field.kw_only))
         values = {field.name: getattr(self, field.name) for field in fields}
         settings = (f"{k}={v!r}" for k, v in values.items() if v is not None)
         return f"{self.name}({', '.join(settings)})"
@@ -168,7 +168,7 @@ class Head(abc.ABC):
         hidden_TD = without_padding(weights_T, hidden_TD)
         mixture, g = self._parts(params, hidden_TD, latent_mask)
         targets = Targets(labels_T, weights_T)
-        return ops.loss(mixture, Vocabulary(table_VE, bias_V), targets, g, options)
+        return ops.loss(mixture, Vocabulary.of(table_VE, bias_V), targets, g, options)
 
     def nll(
         self,
@@ -199,7 +199,7 @@ class Head(abc.ABC):
             ValueError: as `loss`.
         """
         mixture, g = self._parts(params, hidden_TD, latent_mask)
-        vocabulary = Vocabulary(table_VE, bias_V)
+        vocabulary = Vocabulary.of(table_VE, bias_V)
         return ops.nll(mixture, vocabulary, labels_T, g, options)
 
     def log_probs(
@@ -229,7 +229,7 @@ class Head(abc.ABC):
             ValueError: as `loss`.
         """
         mixture, g = self._parts(params, hidden_TD, latent_mask)
-        return ops.log_probs(mixture, Vocabulary(table_VE, bias_V), g, options)
+        return ops.log_probs(mixture, Vocabulary.of(table_VE, bias_V), g, options)
 
     def top_k(
         self,
@@ -261,7 +261,7 @@ class Head(abc.ABC):
                 with `vocab_axis`, because the whole table is read.
         """
         mixture, g = self._parts(params, hidden_TD, latent_mask)
-        return ops.top_k(mixture, Vocabulary(table_VE, bias_V), k, g, options)
+        return ops.top_k(mixture, Vocabulary.of(table_VE, bias_V), k, g, options)
 
     def sample(
         self,
@@ -292,7 +292,7 @@ class Head(abc.ABC):
             ValueError: as `loss`; with `vocab_axis`, because the whole table is read.
         """
         mixture, g = self._parts(params, hidden_TD, latent_mask)
-        return ops.sample(mixture, Vocabulary(table_VE, bias_V), key, g, options)
+        return ops.sample(mixture, Vocabulary.of(table_VE, bias_V), key, g, options)
 
     def _parts(self, params, hidden_TD, latent_mask):
         if hidden_TD.ndim != 2:

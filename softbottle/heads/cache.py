@@ -123,7 +123,7 @@ class Cached:
         )
         score_TK, lse_TK = ops.scores(
             context_TKE,
-            Vocabulary(table_VE, bias_V),
+            Vocabulary.of(table_VE, bias_V),
             _flat(labels_BS),
             self.head.activation(params),
             options,
@@ -165,7 +165,7 @@ class Cached:
                 "log_probs beside a cache reads the whole table; it was called with "
                 f"vocab_axis={options.vocab_axis!r}."
             )
-        vocabulary = Vocabulary(table_VE, bias_V)
+        vocabulary = Vocabulary.of(table_VE, bias_V)
         mixture, g, gate_T, _ = self._opened(
             params, vocabulary, hidden_BSD, memory, latent_mask, options
         )
@@ -194,7 +194,7 @@ class Cached:
         Raises:
             ValueError: as `loss`; with `vocab_axis`, because the whole table is read.
         """
-        vocabulary = Vocabulary(table_VE, bias_V)
+        vocabulary = Vocabulary.of(table_VE, bias_V)
         mixture, g, gate_T, score_BSM = self._opened(
             params, vocabulary, hidden_BSD, memory, latent_mask, options
         )

@@ -35,7 +35,7 @@ class PiecewiseLinear(PlainOrMixed):
     """
 
     name: ClassVar[str] = "plif"
-    knots: int | tuple[float, ...] = 100_000
+    knots: int | Sequence[float] = 100_000
     span: float = 20.0
 
     def __post_init__(self) -> None:

@@ -57,7 +57,7 @@ def make_step(
         )
         measured = {
             "total": loss.total,
-            "count": loss.count,
+            "count": loss.tokens,
             "penalty": loss.penalty,
             "grad_norm": optax.tree.norm(grads),
             "learning_rate": schedule(state.step) * scale,

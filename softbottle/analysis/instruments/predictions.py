@@ -49,7 +49,7 @@ def mixtures(capture: Capture, precision: str = "float32") -> Iterator[Block]:
         params, table_VE, bias_V = output
         log_p_CV = head.log_probs(*output, hidden_CD, options=options)
         log_prior_CK, context_CKE = head.mix(params, hidden_CD)
-        logits = context_CKE, Vocabulary(table_VE, bias_V), labels_C
+        logits = context_CKE, Vocabulary.of(table_VE, bias_V), labels_C
         score_CK, lse_CK = ops.scores(*logits, head.activation(params), options)
         log_label_CK = score_CK - lse_CK
         return Block(log_p_CV[:, : options.vocab], log_prior_CK, log_label_CK)

@@ -18,7 +18,6 @@ import dataclasses
 import importlib
 
 import jax
-import jax.numpy as jnp
 
 from softbottle.ops.mixture import decode, likelihood, shards
 from softbottle.ops.mixture.activations import SOFTMAX, Activation
@@ -45,7 +44,7 @@ def scores(
     arbitrary cotangents, so losses of other shapes follow by differentiation.
     """
     options = options.resolve()
-    vocabulary = _checked(context_TKE, vocabulary, options)
+    _check(context_TKE, vocabulary, options)
     _check_tokens(context_TKE, labels_T=labels_T)
     labels_T = likelihood.word_ids(labels_T=labels_T)
     lse_TK = _lse(context_TKE, vocabulary, activation, options)
@@ -83,8 +82,8 @@ def loss(
     """
     options = options.resolve()
     context_TKE = mixture.context_TKE
-    vocabulary = _checked(context_TKE, vocabulary, options)
-    _check_tokens(context_TKE, log_prior_TK=mixture.log_prior_TK, **targets._asdict())
+    _check_mixture(mixture, vocabulary, options)
+    _check_tokens(context_TKE, **targets._asdict())
     targets = Targets(
         likelihood.word_ids(labels_T=targets.labels_T),
         targets.weights_T.astype(sum_dtype(context_TKE, vocabulary.table_VE)),
@@ -114,7 +113,7 @@ def log_probs(
 ) -> jax.Array:
     """log P(v) of every word, [T, V]; of the local words under `vocab_axis`."""
     options = _decoding(options)
-    vocabulary = _checked_mixture(mixture, vocabulary, options)
+    _check_mixture(mixture, vocabulary, options)
     lse_TK = _lse(mixture.context_TKE, vocabulary, activation, options)
     return decode.log_probs(mixture, vocabulary, lse_TK, activation, options)
 
@@ -128,7 +127,7 @@ def top_k(
 ) -> tuple[jax.Array, jax.Array]:
     """The k most probable words of each token: (log-probabilities, ids), [T, k]."""
     options = _unsplit(_decoding(options), "top_k")
-    vocabulary = _checked_mixture(mixture, vocabulary, options)
+    _check_mixture(mixture, vocabulary, options)
     words = options.vocab or len(vocabulary.table_VE)
     if not 1 <= k <= words:
         raise ValueError(f"k must be between 1 and the vocabulary's {words}, got {k}.")
@@ -145,7 +144,7 @@ def sample(
 ) -> jax.Array:
     """One word per token, drawn exactly: a component, then Gumbel-max over it; [T]."""
     options = _unsplit(_decoding(options), "sample")
-    vocabulary = _checked_mixture(mixture, vocabulary, options)
+    _check_mixture(mixture, vocabulary, options)
     return decode.sample(mixture, vocabulary, activation, options, key)
 
 
@@ -176,14 +175,13 @@ def _unsplit(options, name):
     return options
 
 
-def _checked_mixture(mixture, vocabulary, options):
-    vocabulary = _checked(mixture.context_TKE, vocabulary, options)
+def _check_mixture(mixture, vocabulary, options):
+    _check(mixture.context_TKE, vocabulary, options)
     _check_tokens(mixture.context_TKE, log_prior_TK=mixture.log_prior_TK)
-    return vocabulary
 
 
-def _checked(context_TKE, vocabulary, options):
-    """Check the arrays that every operation shares; a missing bias becomes zeros."""
+def _check(context_TKE, vocabulary, options):
+    """Check the arrays that every operation shares."""
     table_VE, bias_V = vocabulary
     check_range(context_TKE=context_TKE, table_VE=table_VE, bias_V=bias_V)
     for name, array, rank in (
@@ -191,7 +189,7 @@ def _checked(context_TKE, vocabulary, options):
         ("table_VE", table_VE, 2),
         ("bias_V", bias_V, 1),
     ):
-        if array is not None and array.ndim != rank:
+        if array.ndim != rank:
             raise ValueError(
                 f"{name} must have {rank} axes, got the shape {array.shape}."
             )
@@ -201,12 +199,10 @@ def _checked(context_TKE, vocabulary, options):
             f"the context is {context_TKE.shape[-1]} wide and the table {width}; "
             f"got context_TKE {context_TKE.shape} and table_VE {table_VE.shape}."
         )
-    if bias_V is not None and bias_V.shape[0] != rows:
+    if bias_V.shape[0] != rows:
         raise ValueError(f"bias_V has {bias_V.shape[0]} entries for {rows} rows.")
     if options.vocab_axis is None and options.vocab and options.vocab > rows:
         raise ValueError(f"vocab={options.vocab} exceeds the table's {rows} rows.")
-    zeros_V = jnp.zeros(rows, table_VE.dtype)
-    return Vocabulary(table_VE, zeros_V if bias_V is None else bias_V)
 
 
 def _check_tokens(context_TKE, **arrays):

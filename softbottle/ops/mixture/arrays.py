@@ -1,6 +1,6 @@
 """The arrays that travel together through the operations."""
 
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +16,17 @@ class Mixture(NamedTuple):
 
 
 class Vocabulary(NamedTuple):
-    """A row and a logit of its own for each word; a bias of None is zero."""
+    """A row and a logit of its own for each word."""
 
     table_VE: jax.Array
-    bias_V: jax.Array | None
+    bias_V: jax.Array
+
+    @classmethod
+    def of(cls, table_VE: jax.Array, bias_V: jax.Array | None) -> Self:
+        """The pair; without a bias it is zero."""
+        if bias_V is None:
+            bias_V = jnp.zeros(len(table_VE), table_VE.dtype)
+        return cls(table_VE, bias_V)
 
 
 class Targets(NamedTuple):

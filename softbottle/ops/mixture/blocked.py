@@ -44,10 +44,8 @@ def _lse(context_TKE, vocabulary, activation, options):
 
 def _loss(mixture, vocabulary, targets, activation, options):
     if exponential.takes(activation):
-        route = _route(options)
-        return exponential.loss(
-            route, mixture, vocabulary, targets, activation, options
-        )
+        inputs = (mixture, vocabulary, targets, activation, options)
+        return exponential.loss(route(options), *inputs)
     theta = jax.tree.map(jnp.asarray, activation.theta)
     inputs = likelihood.vary(theta, mixture, vocabulary, targets)
     return _learned_loss(activation.apply, options, *inputs)
@@ -55,17 +53,26 @@ def _loss(mixture, vocabulary, targets, activation, options):
 
 def _choice(context_TKE, table_VE, activation, options):
     if exponential.takes(activation):
-        count = exponential.chunks(_route(options), context_TKE, table_VE, options)
+        count = exponential.chunks(route(options), context_TKE, table_VE, options)
     else:
         count = chunks(context_TKE, table_VE, options)
     return Choice("blocked", -(-context_TKE.shape[0] // count))
 
 
-def _route(options):
+def route(options: Options) -> exponential.Route:
     """Plain XLA; matrix units of GPUs want aligned tables, CPUs gain nothing."""
     if options.on_gpu:
-        return exponential.Route(exponential.xla_first, _lse, (8, 128, 64), 32)
-    return exponential.Route(exponential.xla_first, _lse, (1, 1, 1), 1)
+        return exponential.Route(_first_product, _lse, (8, 128, 64), 32)
+    return exponential.Route(_first_product, _lse, (1, 1, 1), 1)
+
+
+def _first_product(context_RQ, table_PQ, bias_P, ref_R, activation, options):
+    """E [R, P] and its row sums [R] before rounding; see exponential.py."""
+    del options
+    z_RP = exponential.product(context_RQ, table_PQ, (1, 1), ref_R.dtype)
+    g_RP, slope_RP = likelihood.with_slope(activation, z_RP + bias_P[None])
+    exp_RP = jnp.exp(g_RP - ref_R[:, None])
+    return (exp_RP * slope_RP).astype(context_RQ.dtype), jnp.sum(exp_RP, axis=1)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

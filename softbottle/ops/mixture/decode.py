@@ -192,7 +192,7 @@ def _log_p(mixture, lse_CK, words, activation, options):
     return jax.nn.logsumexp(g_CKW + (log_prior_CK - lse_CK)[:, :, None], axis=1)
 
 
-def _scores(context_CKE, words: Words, activation: Activation, options):
+def _scores(context_CKE, words, activation, options):
     z_CKW = likelihood.logits(context_CKE, words.local, options)
     g_CKW = activation.apply(activation.theta, z_CKW)
     return jnp.where(words.live_W[None, None], g_CKW, -jnp.inf)

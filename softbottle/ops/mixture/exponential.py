@@ -231,7 +231,7 @@ def _chunk(route, activation, options, padded, sums, mixture, targets):
     delta_CK = scale_CK * jnp.exp(score_CK - ref_CK) * slope_CK - weight_CK * slope_CK
     delta_CK = jnp.where(here_CK, delta_CK, 0.0)
 
-    product_RF = _dot(e_RP, padded.table_PF, (1, 0), ref_CK.dtype)
+    product_RF = product(e_RP, padded.table_PF, (1, 0), ref_CK.dtype)
     product_RE = product_RF[: ref_CK.size, : context_CKE.shape[2]]
     product_CKE = product_RE.reshape(context_CKE.shape)
     label_row_CE = local_VE[label_C].astype(ref_CK.dtype)
@@ -279,7 +279,7 @@ def _exponentials(route, activation, options, padded, cast_CKE, score_CK):
 
 def _reference(context_RE, score_R, padded, activation, options):
     """The label's score or the best of a sample of words, whichever is larger."""
-    z_RW = _dot(context_RE, padded.sample_WE, (1, 1), score_R.dtype)
+    z_RW = product(context_RE, padded.sample_WE, (1, 1), score_R.dtype)
     g_RW = activation.apply(activation.theta, z_RW + padded.sample_bias_W[None])
     best_R = jnp.max(g_RW, axis=1)
     if options.vocab_axis is not None:
@@ -306,11 +306,11 @@ def _add_to_table(sums, e_RP, cast_CKE, factors, label_C, owned_C):
     update_CM = jnp.sum(update_CKM, axis=1)
 
     if sums.bias_P is None:
-        table_PM = sums.table_PM + _dot(e_RP, scaled_RM, (0, 0), wide)
+        table_PM = sums.table_PM + product(e_RP, scaled_RM, (0, 0), wide)
         (table_PM,) = _add_rows((table_PM,), label_C, owned_C, (update_CM,), dtype)
         return _Sums(table_PM, None)
-    table_PM = sums.table_PM + _dot(e_RP, scaled_RM[:, :width], (0, 0), wide)
-    bias_P = sums.bias_P + _dot(e_RP, scaled_RM[:, width:], (0, 0), wide)[:, 0]
+    table_PM = sums.table_PM + product(e_RP, scaled_RM[:, :width], (0, 0), wide)
+    bias_P = sums.bias_P + product(e_RP, scaled_RM[:, width:], (0, 0), wide)[:, 0]
     updates = (update_CM[:, :width], update_CM[:, width])
     return _Sums(*_add_rows((table_PM, bias_P), label_C, owned_C, updates, dtype))
 
@@ -357,23 +357,9 @@ def _sum_equal(equal_BB, update_B, dtype):
     )
 
 
-def xla_first(
-    context_RQ: jax.Array,
-    table_PQ: jax.Array,
-    bias_P: jax.Array,
-    ref_R: jax.Array,
-    activation: Activation,
-    options: Options,
-) -> tuple[jax.Array, jax.Array]:
-    """The first product in plain XLA: (E [R, P], row sums [R])."""
-    del options
-    z_RP = _dot(context_RQ, table_PQ, (1, 1), ref_R.dtype) + bias_P[None]
-    g_RP, slope_RP = likelihood.with_slope(activation, z_RP)
-    exp_RP = jnp.exp(g_RP - ref_R[:, None])
-    return (exp_RP * slope_RP).astype(context_RQ.dtype), jnp.sum(exp_RP, axis=1)
-
-
-def _dot(left, right, contract, dtype):
+def product(
+    left: jax.Array, right: jax.Array, contract: tuple[int, int], dtype: jnp.dtype
+) -> jax.Array:
     """A product by itself, without what makes its inputs: a call of the library."""
     left, right = jax.lax.optimization_barrier((left, right))
     dims = ((contract[:1], contract[1:]), ((), ()))

@@ -28,9 +28,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from softbottle.ops.mixture import activations, blocked, exponential, shards
-from softbottle.ops.mixture.activations import DEAD, LOG2_E, Activation
+from softbottle.ops.mixture.activations import DEAD, LOG2_E
 from softbottle.ops.mixture.implementation import Choice, Implementation
-from softbottle.ops.mixture.options import Options, note, product_dtype
+from softbottle.ops.mixture.options import note, product_dtype
 
 # One size of tile was the fastest at every width that was tried on an H200. Times of
 # the first product against its own (docs/results/head.md), at widths
@@ -63,13 +63,13 @@ def _loss(mixture, vocabulary, targets, activation, options):
     inputs = (mixture, vocabulary, targets, activation, options)
     if _refused(mixture.context_TKE, vocabulary.table_VE, activation, options):
         return blocked.IMPLEMENTATION.loss(*inputs)
-    return exponential.loss(_ROUTE, *inputs)
+    return exponential.loss(ROUTE, *inputs)
 
 
 def _choice(context_TKE, table_VE, activation, options):
     if _refused(context_TKE, table_VE, activation, options):
         return blocked.IMPLEMENTATION.choice(context_TKE, table_VE, activation, options)
-    chunks = exponential.chunks(_ROUTE, context_TKE, table_VE, options)
+    chunks = exponential.chunks(ROUTE, context_TKE, table_VE, options)
     return Choice("pallas_gpu", -(-context_TKE.shape[0] // chunks))
 
 
@@ -83,22 +83,15 @@ def interpreted() -> Iterator[None]:
         _INTERPRET.reset(token)
 
 
-def first_product(
-    context_RQ: jax.Array,
-    table_PQ: jax.Array,
-    bias_P: jax.Array,
-    ref_R: jax.Array,
-    activation: Activation,
-    options: Options,
-) -> tuple[jax.Array, jax.Array]:
+def _first_product(context_RQ, table_PQ, bias_P, ref_R, activation, options):
     """E [R, P] and the row sums S [R]; sizes are multiples of the tiles'."""
     inputs = (context_RQ, table_PQ, bias_P, ref_R)
     e_RP, sum_NR = _call(activation, options, *inputs)
     return e_RP, jnp.sum(sum_NR, axis=0)
 
 
-_ROUTE = exponential.Route(
-    first_product, _lse, (BLOCK_ROWS, BLOCK_WORDS, BLOCK_WIDTH), 32
+ROUTE = exponential.Route(
+    _first_product, _lse, (BLOCK_ROWS, BLOCK_WORDS, BLOCK_WIDTH), 32
 )
 
 

@@ -15,14 +15,13 @@ from softbottle.ops.mixture.activations import (
     Activation,
     generalised,
 )
-from softbottle.ops.mixture.options import Options
+from softbottle.ops.mixture.options import Device, Options
 from tests import oracle
 from tests.ops.mixture.problem import loss_and_gradient, make_problem, paired
 
-LSE = blocked.IMPLEMENTATION.lse
-PLAIN = exponential.Route(exponential.xla_first, LSE, (1, 1, 1), 1)
+PLAIN = blocked.route(Options(device=Device("cpu")))
 # What GPUs like: rows, words and width padded, the bias beside the table or alone.
-PADDED = exponential.Route(exponential.xla_first, LSE, (8, 128, 64), 32)
+PADDED = blocked.route(Options(device=Device("gpu")))
 GSS = Activation(generalised, (0.5, 1.7))
 ACTIVATIONS = {
     "softmax": (SOFTMAX, 0.0, 1.0),

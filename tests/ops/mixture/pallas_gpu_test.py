@@ -221,7 +221,7 @@ def test_every_row_is_right_when_blocks_do_several_tiles(hopper, width):
     z_RV = np.asarray(context_RE, np.float64) @ np.asarray(table_VE, np.float64).T
     lse_R = np.log(np.sum(np.exp(z_RV), axis=1))
     bias_V, ref_R = jnp.zeros(20_224), jnp.full(1024, 5.0)
-    first = jax.jit(pallas_gpu.first_product, static_argnums=(4, 5))
+    first = jax.jit(pallas_gpu.ROUTE.first, static_argnums=(4, 5))
     options = Options().resolve()
     for _ in range(3):
         _, total_R = first(context_RE, table_VE, bias_V, ref_R, SOFTMAX, options)
