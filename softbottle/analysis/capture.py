@@ -10,18 +10,22 @@ positions, H attention heads, R rows of attention, M also models.
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+import jax
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 from softbottle.data import vocab as vocab_lib
 from softbottle.heads import Head
+from softbottle.heads.base import Params
 from softbottle.ops.mixture.activations import SOFTMAX, Activation
 
 SAMPLE = 1024  # positions whose gradients are measured
 WORDS = 4096  # of a vocabulary, at most, that are tried for the first place
 _WIDE = 64  # width up to which large sets of words are tried
+
+T = TypeVar("T")
 
 
 class Tokens(NamedTuple):
@@ -64,7 +68,7 @@ class Readout(NamedTuple):
     """
 
     head: Head
-    output: tuple[Any, Any, Any]
+    output: tuple[Params, jax.Array, jax.Array]
     options: dict[str, Any]
 
 
@@ -196,8 +200,8 @@ def of_softmax(
     last = Tokens(states[-1], labels_N) if len(states) else None
     labelled = last if labels_N is not None else None
     frozen = labelled
-    if labelled and frozen_MD is not None and len(frozen_MD) > len(labels_N):
-        frozen = Tokens(frozen_MD, ids[1 : len(frozen_MD) + 1])
+    if labelled and frozen_MD is not None and len(frozen_MD) > len(states[-1]):
+        frozen = Tokens(frozen_MD, present("text", ids)[1 : len(frozen_MD) + 1])
     large = (dim // 4, dim // 2, dim) if dim <= _WIDE else (4,)
     words = np.linspace(0, vocab - 1, min(vocab, WORDS)).astype(int)
     return Capture(
@@ -214,10 +218,23 @@ def of_softmax(
     )
 
 
+def present(field: str, value: T | None) -> T:
+    """What a capture has in a field.
+
+    Raises:
+        ValueError: if that is None. inspection.py leaves such captures out of the
+            sections of instruments that need the field.
+    """
+    if value is None:
+        raise ValueError(f"the capture has no {field}, which is needed here.")
+    return value
+
+
 def bias_or_zeros(capture: Capture) -> np.ndarray:
     """The bias, or zeros where the model has none."""
     if capture.bias_V is None:
-        return np.zeros(len(capture.table_VE), capture.table_VE.dtype)
+        table_VE = present("table_VE", capture.table_VE)
+        return np.zeros(len(table_VE), table_VE.dtype)
     return capture.bias_V
 
 
@@ -239,8 +256,10 @@ def sizes_below(vocab: int, sizes: Sequence[int]) -> list[int]:
     return sorted({size for size in sizes if 0 < size < vocab})
 
 
-def real(name: str, values: ArrayLike, dtype: DTypeLike = np.float64) -> np.ndarray:
-    """Real numbers in a floating type.
+def real(
+    name: str, values: ArrayLike, dtype: DTypeLike | None = np.float64
+) -> np.ndarray:
+    """Real numbers in a floating type; None leaves them in their own.
 
     Raises:
         ValueError: if they are complex: a cast would drop their imaginary part.
