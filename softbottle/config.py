@@ -49,6 +49,7 @@ def one_of(default: str, choices: Sequence[str]) -> Any:
     return dataclasses.field(default=default, metadata={"choices": tuple(choices)})
 
 
+@dataclasses.dataclass
 class Section:
     """A group of settings that names its fields when it is misused."""
 

@@ -11,7 +11,6 @@ check takes fewer tokens. Kinds:
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -85,7 +84,7 @@ def truth(inputs: Inputs, labels_T: jax.Array) -> oracle.Expected:
         )
 
 
-def gradient_of(options: Row) -> Callable[..., Any]:
+def gradient_of(options: Row) -> jax.stages.Wrapped:
     """(inputs, labels_T) -> the mean loss and its gradients, compiled."""
 
     def mean_nll(inputs, labels_T):
@@ -96,7 +95,7 @@ def gradient_of(options: Row) -> Callable[..., Any]:
     return jax.jit(jax.value_and_grad(mean_nll))
 
 
-def check_gradient(outputs: Any, expected: oracle.Expected) -> Row:
+def check_gradient(outputs: tuple[jax.Array, Inputs], expected: oracle.Expected) -> Row:
     """Errors of a mean loss and its four gradients."""
     loss, bars = outputs
     wanted = float(np.mean(np.asarray(expected.nll_T)))
@@ -108,10 +107,10 @@ def check_gradient(outputs: Any, expected: oracle.Expected) -> Row:
 
 def check_nll(nll_T: jax.Array, expected: oracle.Expected) -> Row:
     """Mean and worst error of the tokens' losses."""
-    nll_T = np.asarray(nll_T, np.float64)
-    error_T = np.abs(nll_T - np.asarray(expected.nll_T))
+    wide_T = np.asarray(nll_T, np.float64)
+    error_T = np.abs(wide_T - np.asarray(expected.nll_T))
     return {
-        "loss": float(np.mean(nll_T)),
+        "loss": float(np.mean(wide_T)),
         "loss_error": float(np.mean(error_T)),
         "worst_token_error": float(np.max(error_T)),
     }
@@ -212,7 +211,10 @@ KINDS = {
     "products": _products,
     "ceiling": _ceiling,
 }
-_HELD: dict[Any, tuple[Prepared, dict]] = {}
+# By the case and what its check may cost; with each program, its variant and row.
+_HELD: dict[
+    tuple[problem.Case, float], tuple[Prepared, dict[int, tuple[str, Row]]]
+] = {}
 
 
 def _prepared(case, check_flop):

@@ -33,7 +33,7 @@ _SHAPE = re.compile(r"(\w+)\[([\d,]*)\]")
 class Sent(NamedTuple):
     """The collectives of a kind: how many run, their bytes, and the largest's."""
 
-    count: int
+    runs: int
     bytes: int
     largest: int
 

@@ -11,6 +11,8 @@ its own variants where they run.
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from softbottle.bench.problem import Array
+
 BLOCK_BYTES = 2**31
 INPUTS = ("log_prior", "context", "table", "bias")
 
@@ -18,8 +20,8 @@ INPUTS = ("log_prior", "context", "table", "bias")
 class Expected(NamedTuple):
     """Per-token losses and the gradients of their mean, in the order of INPUTS."""
 
-    nll_T: Any
-    bars: tuple[Any, Any, Any, Any]
+    nll_T: Array
+    bars: tuple[Array, Array, Array, Array]
 
 
 class Limits(NamedTuple):
@@ -35,7 +37,16 @@ OURS = Limits(1e-4, 3e-3)
 PEERS = Limits(5e-1, 5e-1)
 
 
-def block(xp, log_prior_CK, context_CKE, table_VE, bias_V, words_V, labels_C, weight):
+def block(
+    xp: Any,
+    log_prior_CK: Array,
+    context_CKE: Array,
+    table_VE: Array,
+    bias_V: Array,
+    words_V: Array,
+    labels_C: Array,
+    weight: float,
+) -> tuple[Array, tuple[Array, Array, Array, Array]]:
     """Losses of a chunk of tokens and weight times the gradients of their sum."""
     tokens, components, dim = context_CKE.shape
     rows_RE = context_CKE.reshape(tokens * components, dim)
@@ -58,7 +69,9 @@ def block(xp, log_prior_CK, context_CKE, table_VE, bias_V, words_V, labels_C, we
     return nll_C, bars
 
 
-def log_probs(xp, log_prior_TK, context_TKE, table_VE, bias_V):
+def log_probs(
+    xp: Any, log_prior_TK: Array, context_TKE: Array, table_VE: Array, bias_V: Array
+) -> Array:
     """log P(v) of every word of float64 inputs, [T, V], one component at a time."""
     p_TV = 0.0
     for k in range(log_prior_TK.shape[1]):
@@ -71,11 +84,11 @@ def log_probs(xp, log_prior_TK, context_TKE, table_VE, bias_V):
 
 def expected(
     xp: Any,
-    inputs: tuple[Any, Any, Any, Any],
-    labels_T: Any,
-    words_V: Any,
-    wide: Callable[[Any], Any],
-    compiled: Callable[..., Any],
+    inputs: tuple[Array, Array, Array, Array],
+    labels_T: Array,
+    words_V: Array,
+    wide: Callable[[Array], Array],
+    compiled: Callable[..., tuple[Array, tuple[Array, Array, Array, Array]]],
 ) -> Expected:
     """Losses and gradients of the mean loss, a chunk of tokens at a time.
 

@@ -14,7 +14,7 @@ cuDNN where there is a GPU.
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from softbottle.bench import oracle, problem, timing
 
 Row = dict[str, Any]
+Tensors = tuple[torch.Tensor, ...]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -78,7 +79,7 @@ def _run_lstm(task):
     return row | _timed(lambda: _lstm_gradient(*arguments), tensors, task["seconds"])
 
 
-def lstm_truth(arrays: problem.StackArrays) -> tuple[torch.Tensor, ...]:
+def lstm_truth(arrays: problem.StackArrays) -> Tensors:
     """Outputs, and gradients by inputs and parameters, in float64."""
     return _lstm_gradient(*_lstm_arguments(arrays, torch.float64))
 
@@ -115,7 +116,7 @@ def _lstm_errors(actual, wanted):
     }
 
 
-def make_inputs(case: problem.Case) -> tuple[tuple, torch.Tensor]:
+def make_inputs(case: problem.Case) -> tuple[Tensors, torch.Tensor]:
     """The case's numbers, all of them in bfloat16 but the prior, and its labels."""
     small = problem.small(case)
     rows = case.tokens * case.components
@@ -132,7 +133,7 @@ def make_inputs(case: problem.Case) -> tuple[tuple, torch.Tensor]:
     return inputs, torch.from_numpy(small.labels_T).to(DEVICE).long()
 
 
-def make_loss(peer: str) -> Callable[..., torch.Tensor]:
+def make_loss(peer: Literal["naive", "compile", "cce"]) -> Callable[..., torch.Tensor]:
     """(log_prior, context, table, bias, labels) -> mean nll, the peer's way."""
     if peer == "compile":
         torch._dynamo.reset()
@@ -140,13 +141,15 @@ def make_loss(peer: str) -> Callable[..., torch.Tensor]:
     return {"naive": _naive, "cce": _cut_cross_entropy}[peer]
 
 
-def gradients(loss, inputs, labels_T) -> tuple[torch.Tensor, tuple]:
+def gradients(
+    loss: Callable[..., torch.Tensor], inputs: Tensors, labels_T: torch.Tensor
+) -> tuple[torch.Tensor, Tensors]:
     """The mean loss and its gradients by all four inputs."""
     value = loss(*inputs, labels_T)
     return value, torch.autograd.grad(value, inputs)
 
 
-def check(outputs, expected: oracle.Expected) -> Row:
+def check(outputs: tuple[torch.Tensor, Tensors], expected: oracle.Expected) -> Row:
     """Errors of a mean loss and its four gradients."""
     loss, bars = outputs
     row = {"loss": loss.item()}
@@ -201,7 +204,9 @@ def _cut_cross_entropy(log_prior_TK, context_TKE, table_VE, bias_V, labels_T):
     return -torch.logsumexp(log_prior_TK - nll_TK, -1).mean()
 
 
-_HELD: dict[Any, tuple] = {}
+_HELD: dict[
+    tuple[problem.Case, float], tuple[Tensors, torch.Tensor, oracle.Expected, int]
+] = {}
 
 
 def _prepared(case, check_flop):
@@ -219,7 +224,7 @@ def _prepared(case, check_flop):
 
 
 @torch.no_grad()
-def truth(inputs, labels_T, tokens: int) -> oracle.Expected:
+def truth(inputs: Tensors, labels_T: torch.Tensor, tokens: int) -> oracle.Expected:
     """The oracle's losses and gradients of the first tokens, on this device."""
     log_prior_TK, context_TKE, table_VE, bias_V = inputs
     return oracle.expected(

@@ -73,7 +73,7 @@ runtime_version { major: 13 minor: 0 } device_description_str: "NVIDIA H200"
 """
 
 
-def devices(topology: str) -> list[Any]:
+def devices(topology: str) -> list[jax.Device]:
     """The devices of a slice such as "v5e:16x16", or "h200", none of them here.
 
     Raises:
@@ -145,7 +145,10 @@ def measure(
         },
         "limit_bytes": chip.memory,
         "flop": flop,
-        "collectives": {kind: row._asdict() for kind, row in sent.items()},
+        "collectives": {
+            kind: {"count": row.runs, "bytes": row.bytes, "largest": row.largest}
+            for kind, row in sent.items()
+        },
         "seconds": seconds | {"step": total},
         "tokens_per_second": batch_tokens / total,
     }

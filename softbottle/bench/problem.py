@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+# Of NumPy, jax or torch.
+Array = Any
 LOGIT_DEVIATION = 2.5
 # Streams of the hash, one for each array.
 CONTEXT, TABLE, BIAS, LABELS, PRIOR, WEIGHTS = range(6)
@@ -96,9 +98,9 @@ STACKS = {
 class StackArrays(NamedTuple):
     """Inputs, parameters by layer as in ops/lstm/api.py, and the outputs' cotangent."""
 
-    inputs_SBI: Any
-    layers: tuple[tuple[Any, Any, Any, Any], ...]
-    probe_SBH: Any
+    inputs_SBI: Array
+    layers: tuple[tuple[Array, Array, Array, Array], ...]
+    probe_SBH: Array
 
 
 class Small(NamedTuple):
@@ -109,13 +111,13 @@ class Small(NamedTuple):
     labels_T: np.ndarray
 
 
-def hashed(counter_X: Any, stream: int) -> Any:
+def hashed(counter_X: Array, stream: int) -> Array:
     """A well-mixed int32 for each int32 of a NumPy, jax or torch array."""
     mixed_X = _mixed(counter_X)
     return _mixed(mixed_X + _wrapped(0x9E3779B9 * (stream + 1)))
 
 
-def uniform(counter_X: Any, stream: int, float32: Callable[[Any], Any]) -> Any:
+def uniform(counter_X: Array, stream: int, float32: Callable[[Array], Array]) -> Array:
     """Multiples of 2^-23 in [-1, 1), exact; `float32` converts an array."""
     bits_X = (hashed(counter_X, stream) >> 8) & 0xFFFFFF
     return float32(bits_X) * 2.0**-23 - 1.0
@@ -140,7 +142,9 @@ def small(case: Case) -> Small:
     )
 
 
-def stack_arrays(stack: Stack, uniform: Callable[..., Any]) -> StackArrays:
+def stack_arrays(
+    stack: Stack, uniform: Callable[[int, int, float], Array]
+) -> StackArrays:
     """A stack's numbers; `uniform(count, stream, width)` draws them in a framework.
 
     Weights start as PyTorch's do, in plus or minus 1 / sqrt(H).

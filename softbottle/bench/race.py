@@ -8,7 +8,8 @@ is measured. Rows come back checked; here they only learn of each other.
 import importlib.util
 import itertools
 import sys
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal
 
 from softbottle.bench import problem, worker
 from softbottle.ops.lstm import api as lstm_op
@@ -75,6 +76,7 @@ def head(
     check_peers(peers)
     machine = probe(ask)
     on_gpu = machine["platform"] == "gpu"
+    cases: Sequence[problem.Case]
     if sweep:
         cases = (problem.SWEEPS if on_gpu else problem.SMALL_SWEEPS)[sweep]
     else:
@@ -108,7 +110,7 @@ def lstm(
     implementations: list[str],
     peers: list[str],
     *,
-    dtype: str = "bfloat16",
+    dtype: Literal["bfloat16", "float32"] = "bfloat16",
     seconds: float = 0.5,
 ) -> Row:
     """Race stacked LSTM layers, forward and backward.

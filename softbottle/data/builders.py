@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator
 import tensorflow_datasets as tfds
 from tensorflow_datasets.proto import tf_example_pb2
 
-from softbottle.data.vocab import Chunk
+from softbottle.data.vocab import Chunk, Split
 
 LM1B_ARCHIVE = "1-billion-word-language-modeling-benchmark-r13output.tar.gz"
 
@@ -36,7 +36,8 @@ _LM1B_MEMBERS = {
 _RECORDS = 1 << 16
 
 
-class _Lines(tfds.core.GeneratorBasedBuilder, skip_registration=True):
+# mypy does not see the keyword of a base class that comes without types.
+class _Lines(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # type: ignore[call-arg]
     """Lines of the files {train,valid,test} of the manual folder, in their order."""
 
     VERSION = tfds.core.Version("1.0.0")
@@ -107,7 +108,7 @@ class Lm1bLocal(tfds.core.GeneratorBasedBuilder):
 
 
 def source(
-    folder: pathlib.Path, split: str
+    folder: pathlib.Path, split: Split
 ) -> tuple[list[pathlib.Path], Callable[[], Iterator[Chunk]]]:
     """The files and the text of a split of a prepared LM1B data set.
 

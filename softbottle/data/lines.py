@@ -63,7 +63,8 @@ class Lines:
             raise ValueError(f"{len(self._lines)} lines are too few for {rows} rows.")
         self._shape, self._answers, self._seed = (rows, length), answers, seed
         self._epoch = self._batches = 0
-        self._order = (-1, None)
+        # The epoch, and the order of its lines.
+        self._order: tuple[int, np.ndarray] = (-1, np.zeros(0, np.int64))
 
     @property
     def epoch(self) -> int:
@@ -94,8 +95,8 @@ class Lines:
             random = np.random.default_rng((self._seed, self._epoch))
             self._order = self._epoch, random.permutation(len(self._lines))
         first = self._batches * self._shape[0]
-        chosen = self._order[1][first : first + self._shape[0]][self._share]
-        chosen = [self._lines[index] for index in chosen]
+        numbers = self._order[1][first : first + self._shape[0]][self._share]
+        chosen = [self._lines[index] for index in numbers]
         self._batches += 1
         if self._batches == self.steps_per_epoch:
             self._epoch, self._batches = self._epoch + 1, 0
@@ -110,11 +111,22 @@ class Packed(Stream):
         eos: that id.
         rows: rows of a batch.
         length: positions of a row.
-        share: `process_index` and `process_count`, as of a `Stream`.
+        process_index, process_count: which share of the rows to return.
     """
 
-    def __init__(self, ids: np.ndarray, eos: int, rows: int, length: int, **share: int):
-        super().__init__(ids, rows, length, **share)
+    def __init__(
+        self,
+        ids: np.ndarray,
+        eos: int,
+        rows: int,
+        length: int,
+        *,
+        process_index: int = 0,
+        process_count: int = 1,
+    ):
+        super().__init__(
+            ids, rows, length, process_index=process_index, process_count=process_count
+        )
         self._eos = eos
 
     def next(self) -> Batch:
@@ -123,13 +135,17 @@ class Packed(Stream):
 
 
 def stream(
-    config: config_lib.Data, vocab: Vocab, ids: np.ndarray, seed: int, **share: int
-):
-    """The training batches of a config: a `batches.Stream` or `Lines`.
-
-    `share` is `process_index` and `process_count`: which of the rows to return.
-    """
+    config: config_lib.Data,
+    vocab: Vocab,
+    ids: np.ndarray,
+    seed: int,
+    *,
+    process_index: int = 0,
+    process_count: int = 1,
+) -> Stream | Lines:
+    """The training batches of a config; a process's share of the rows of each."""
     shape = (config.rows, config.length)
+    share = {"process_index": process_index, "process_count": process_count}
     if config.unit == "packed":
         return Packed(ids, vocab.eos, *shape, **share)
     if config.unit != "stream":

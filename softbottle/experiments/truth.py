@@ -59,10 +59,10 @@ def table(summaries: dict[str, dict[str, Any]]) -> str:
         ("seconds", "seconds", ".1f"),
     )
     first = next(iter(summaries.values()))
-    columns = [column for column in columns if column[1] in first]
-    rows = [["head", *(title for title, _, _ in columns)]]
+    shown = [column for column in columns if column[1] in first]
+    rows = [["head", *(title for title, _, _ in shown)]]
     for name, summary in summaries.items():
-        rows.append([name, *(format(summary[key], how) for _, key, how in columns)])
+        rows.append([name, *(format(summary[key], how) for _, key, how in shown)])
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
     lines = [
         "  ".join(

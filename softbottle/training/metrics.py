@@ -16,7 +16,6 @@ import pathlib
 import sys
 import time
 import warnings
-from collections.abc import Sequence
 from typing import Any
 
 import tqdm
@@ -167,16 +166,17 @@ class Report:
         progress: Progress | Silence,
         every: int,
         seconds: float = 0.0,
-        window: Sequence[float] = (0.0, 0.0, 0),
+        window: tuple[float, float, int] = (0.0, 0.0, 0),
     ):
         self._writer, self._progress, self._every = writer, progress, every
-        self._pending: tuple | None = None
+        self._pending: tuple[int, dict[str, int], dict[str, Any]] | None = None
         self._total, self._count, self._steps = window
         self._since = 0
         self._before, self._clock = seconds, time.perf_counter()
         # Time of the window's steps, and since when they run again: what is done
         # between a `settle` and the next step is not theirs.
-        self._spent, self._lap = 0.0, self._clock
+        self._spent = 0.0
+        self._lap: float | None = self._clock
 
     @property
     def seconds(self) -> float:
@@ -188,7 +188,9 @@ class Report:
         """Sum, count and steps that are read but not yet reported."""
         return self._total, self._count, self._steps
 
-    def add(self, step: int, position: dict[str, int], measured: dict) -> None:
+    def add(
+        self, step: int, position: dict[str, int], measured: dict[str, Any]
+    ) -> None:
         """Take a step's metrics, and read those of the step before.
 
         Raises:

@@ -64,7 +64,7 @@ class Trace:
         return f"traced {self._last - self._first} steps to {self._folder}: {found}"
 
 
-def busy_shares(profile: Any) -> list[float]:
+def busy_shares(profile: jax.profiler.ProfileData) -> list[float]:
     """For each accelerator, the share of its trace in which some kernel ran."""
     found = []
     for plane in profile.planes:

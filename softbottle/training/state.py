@@ -12,16 +12,18 @@ import json
 import pathlib
 import warnings
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import flax.struct
 import jax
+import optax
 from jax.sharding import Mesh
 
 from softbottle import config as config_lib
 from softbottle import files, model, sharding
 from softbottle.data import corpus as corpus_lib
-from softbottle.data.vocab import Corpus, Vocab
+from softbottle.data.vocab import Corpus, Split, Vocab
+from softbottle.model import Params
 from softbottle.training import checkpoint
 
 
@@ -30,8 +32,8 @@ class TrainState:
     """All that a step changes."""
 
     step: jax.Array
-    params: Any
-    opt_state: Any
+    params: Params
+    opt_state: optax.OptState
     carry: Any
 
 
@@ -41,7 +43,7 @@ class Run(NamedTuple):
     config: config_lib.Config
     vocab: Vocab
     model: model.Model
-    params: Any
+    params: Params
     step: int
 
 
@@ -78,7 +80,7 @@ def write_run(
 
 def load_run(
     workdir: pathlib.Path | str,
-    compute_dtype: str | None = None,
+    compute_dtype: Literal["float32", "bfloat16"] | None = None,
     mesh: Mesh | None = None,
 ) -> Run:
     """The model of a run with its best parameters.
@@ -108,7 +110,7 @@ def load_run(
 
 
 def load_corpus(
-    workdir: pathlib.Path | str, run: Run, split: str, path: str | None = None
+    workdir: pathlib.Path | str, run: Run, split: Split, path: str | None = None
 ) -> Corpus:
     """The corpus of a run, checked to have the run's words and its text of a split.
 

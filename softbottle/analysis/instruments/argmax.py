@@ -34,7 +34,7 @@ import numpy as np
 from scipy import optimize, stats
 
 from softbottle.analysis import drawing, report
-from softbottle.analysis.capture import Capture, real
+from softbottle.analysis.capture import Capture, present, real
 from softbottle.analysis.settings import Settings
 
 BOX = 100.0
@@ -225,9 +225,12 @@ def inspect(captures: Sequence[Capture], settings: Settings) -> report.Section:
     del settings
     reaches, sets = {}, {}
     for capture in captures:
-        table, trials = (capture.table_VE, capture.bias_V), capture.trials
-        reaches[capture.name] = reach(*table, trials.words)
-        sets[capture.name] = top_sets(*table, sizes=trials.sizes, trials=trials.sets)
+        table_VE = present("table_VE", capture.table_VE)
+        trials = present("trials", capture.trials)
+        reaches[capture.name] = reach(table_VE, capture.bias_V, trials.words)
+        sets[capture.name] = top_sets(
+            table_VE, capture.bias_V, sizes=trials.sizes, trials=trials.sets
+        )
     return section(reaches, sets)
 
 

@@ -33,7 +33,7 @@ import numpy as np
 from scipy import stats
 
 from softbottle.analysis import drawing, report
-from softbottle.analysis.capture import Capture
+from softbottle.analysis.capture import Capture, present
 from softbottle.analysis.instruments import normalisers
 from softbottle.analysis.settings import Settings
 
@@ -100,7 +100,7 @@ class Limits(NamedTuple):
 
 
 def length_law(
-    bound: float, lengths: Sequence[int], temperature: float = 1.0
+    bound: float, lengths: Sequence[int] | np.ndarray, temperature: float = 1.0
 ) -> np.ndarray:
     """The least and the most a softmax weight over L tokens can be, for each L.
 
@@ -138,12 +138,14 @@ def selection(weights_RL: np.ndarray, values_LD: np.ndarray, count: int) -> Sele
     summed_RD = weights_RL @ values_LD - (1 + left) * sum_RD
     radius_R1 = away_RL[:, count:].min(axis=-1, keepdims=True)
     delta = apart_LL[np.triu_indices_from(apart_LL, 1)].min()
+    lower_R, upper_R = _separability(picked_RN, radius_R1, norm_L.max(), delta)
     return Selection(
         away_RL[:, count:].sum(axis=-1),
         widest_R * rest_R + largest_R * (left * mass_R - rest_R),
         np.linalg.norm(summed_RD, axis=-1),
         np.mean(away_RL[:, :count] <= radius_R1, axis=-1),
-        *_separability(picked_RN, radius_R1, norm_L.max(), delta),
+        lower_R,
+        upper_R,
         0.5 * np.abs(picked_RN / mass_R[:, None] - 1 / count).sum(axis=-1),
     )
 
@@ -211,7 +213,7 @@ def limits(
     logits_RL: np.ndarray,
     values_LD: np.ndarray,
     counts: Sequence[int],
-    temperatures: Sequence[float],
+    temperatures: Sequence[float] | np.ndarray,
 ) -> Limits:
     """Measure everything on given logits, for each of `normalisers.ALL`.
 
@@ -301,7 +303,7 @@ def inspect(captures: Sequence[Capture], settings: Settings) -> report.Section:
     """The section on an attention layer's own arrays, of which a file has one set."""
     del settings
     (capture,) = captures
-    return section(survey(*capture.attention_rows))
+    return section(survey(*present("attention_rows", capture.attention_rows)))
 
 
 def _draw_selections(distance, inside, name, counts_N, some):

@@ -155,9 +155,9 @@ def section(models: dict[str, Heads]) -> report.Section:
     for place, (name, heads) in enumerate(models.items()):
         inner = attention.section(heads.limits)
         numbers[name]["limits"] = inner.numbers
-        (figure,) = inner.figures
-        reading = f"{name}, heads of the middle layer on one stretch. {figure.reading}"
-        figures.append(figure._replace(name=f"{figure.name}-{place}", reading=reading))
+        (drawn,) = inner.figures
+        reading = f"{name}, heads of the middle layer on one stretch. {drawn.reading}"
+        figures.append(drawn._replace(name=f"{drawn.name}-{place}", reading=reading))
     return report.Section("Attention by layer", " ".join(lines), figures, numbers)
 
 

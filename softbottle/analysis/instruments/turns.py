@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from softbottle.analysis import drawing, report
-from softbottle.analysis.capture import Capture, Checkpoint, real
+from softbottle.analysis.capture import Capture, Checkpoint, present, real
 from softbottle.analysis.instruments import saturation
 from softbottle.analysis.settings import Settings
 
@@ -132,7 +132,7 @@ def section(runs: dict[str, Curves]) -> report.Section:
         lines.append(f"{name}: {_sentence(curves, turns)}")
         numbers[name] = curves._asdict() | {"lags": _lags(turns)}
         for what, at in turns.items():
-            numbers[name][f"turn of the {what}"] = at._replace(draws=None)._asdict()
+            numbers[name][f"turn of the {what}"] = at._asdict() | {"draws": None}
     reading = "Dotted: where a curve stops falling; shaded: where 95% of refits put it."
     figures = [report.Figure("saturation-steps", figure, reading)]
     return report.Section("Saturation in training", " ".join(lines), figures, numbers)
@@ -141,7 +141,12 @@ def section(runs: dict[str, Curves]) -> report.Section:
 def inspect(captures: Sequence[Capture], settings: Settings) -> report.Section:
     """The section on some runs that kept a series of checkpoints."""
     del settings
-    return section({capture.name: measure(capture.series) for capture in captures})
+    return section(
+        {
+            capture.name: measure(present("series", capture.series))
+            for capture in captures
+        }
+    )
 
 
 def turning(curves: Curves) -> dict[str, Turn]:

@@ -25,8 +25,10 @@ _HEADER = 2**14  # bytes that a header has at most; NumPy's own limit is 10,000
 _KINDS = "biufUS"
 _SIZES = ("parameters", "tokens", "loss")
 # What zipfile and NumPy raise for a file that is not as it should be.
-_DAMAGE = (ValueError, EOFError, OSError, RuntimeError, KeyError, OverflowError)
-_DAMAGE += (struct.error, zipfile.BadZipFile, zlib.error)
+_DAMAGE = (
+    *(ValueError, EOFError, OSError, RuntimeError, KeyError, OverflowError),
+    *(struct.error, zipfile.BadZipFile, zlib.error),
+)
 
 
 def capture(path: pathlib.Path | str) -> Capture:
