@@ -211,23 +211,15 @@ KINDS = {
     "products": _products,
     "ceiling": _ceiling,
 }
-# By the case and what its check may cost; with each program, its variant and row.
-_HELD: dict[
-    tuple[problem.Case, float], tuple[Prepared, dict[int, tuple[str, Row]]]
-] = {}
 
 
+@problem.keep_last
 def _prepared(case, check_flop):
-    """The case's arrays and truth, kept until another case is asked for."""
-    key = (case, check_flop)
-    if key not in _HELD:
-        _HELD.clear()
-        inputs, labels_T = make_inputs(case)
-        fitting = int(check_flop / (3 * case.product_flop / case.tokens))
-        tokens = max(1, min(case.tokens, fitting))
-        expected = truth(*_cut(inputs, labels_T, tokens))
-        _HELD[key] = Prepared(inputs, labels_T, expected, tokens), {}
-    return _HELD[key]
+    """The case's arrays and truth; and by program, the variant and row it gave."""
+    inputs, labels_T = make_inputs(case)
+    tokens = case.tokens_within(check_flop)
+    expected = truth(*_cut(inputs, labels_T, tokens))
+    return Prepared(inputs, labels_T, expected, tokens), {}
 
 
 def _cut(inputs, labels_T, tokens):

@@ -204,23 +204,15 @@ def _cut_cross_entropy(log_prior_TK, context_TKE, table_VE, bias_V, labels_T):
     return -torch.logsumexp(log_prior_TK - nll_TK, -1).mean()
 
 
-_HELD: dict[
-    tuple[problem.Case, float], tuple[Tensors, torch.Tensor, oracle.Expected, int]
-] = {}
-
-
+@problem.keep_last
 def _prepared(case, check_flop):
-    """The case's arrays and truth, kept until another case is asked for."""
-    key = (case, check_flop)
-    if key not in _HELD:
-        _HELD.clear()
-        inputs, labels_T = make_inputs(case)
-        fitting = int(check_flop / (3 * case.product_flop / case.tokens))
-        tokens = max(1, min(case.tokens, fitting))
-        _HELD[key] = inputs, labels_T, truth(inputs, labels_T, tokens), tokens
-        # The truth leaves blocks that would split the memory that peers ask for.
-        torch.cuda.empty_cache()
-    return _HELD[key]
+    """The case's arrays and labels, and the truth about its first tokens."""
+    inputs, labels_T = make_inputs(case)
+    tokens = case.tokens_within(check_flop)
+    expected = truth(inputs, labels_T, tokens)
+    # The truth leaves blocks that would split the memory that peers ask for.
+    torch.cuda.empty_cache()
+    return inputs, labels_T, expected, tokens
 
 
 @torch.no_grad()

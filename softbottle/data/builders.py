@@ -33,6 +33,8 @@ _LM1B_MEMBERS = {
     "train": "training-monolingual.tokenized.shuffled/news.en-*",
     "test": "heldout-monolingual.tokenized.shuffled/news.en.heldout-*",
 }
+# What TFDS calls the splits, and what the files do.
+_SPLITS = {"train": "train", "validation": "valid", "test": "test"}
 _RECORDS = 1 << 16
 
 
@@ -41,15 +43,17 @@ class _Lines(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # type: 
     """Lines of the files {train,valid,test} of the manual folder, in their order."""
 
     VERSION = tfds.core.Version("1.0.0")
-    FILES: dict[str, str] = {}
+    FILE: str  # what the files are called; {} is the split
 
     def _info(self):
         return _info(self, disable_shuffling=True)
 
     def _split_generators(self, dl_manager):
         return {
-            split: self._generate_examples(dl_manager.manual_dir / name)
-            for split, name in self.FILES.items()
+            split: self._generate_examples(
+                dl_manager.manual_dir / self.FILE.format(name)
+            )
+            for split, name in _SPLITS.items()
         }
 
     def _generate_examples(self, path):
@@ -61,22 +65,14 @@ class _Lines(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # type: 
 class PtbLocal(_Lines):
     """Penn Treebank in Mikolov's preprocessing, from local files."""
 
-    FILES = {
-        "train": "ptb.train.txt",
-        "validation": "ptb.valid.txt",
-        "test": "ptb.test.txt",
-    }
+    FILE = "ptb.{}.txt"
     MANUAL_DOWNLOAD_INSTRUCTIONS = "Put ptb.{train,valid,test}.txt in the folder."
 
 
 class Wikitext2Local(_Lines):
     """WikiText-2 in words, from local files; empty lines are empty records."""
 
-    FILES = {
-        "train": "wiki.train.tokens",
-        "validation": "wiki.valid.tokens",
-        "test": "wiki.test.tokens",
-    }
+    FILE = "wiki.{}.tokens"
     MANUAL_DOWNLOAD_INSTRUCTIONS = "Put wiki.{train,valid,test}.tokens in the folder."
 
 

@@ -13,7 +13,7 @@ before the last have no weight, and a cache remembers them all the same.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import numpy as np
 
@@ -21,6 +21,13 @@ from softbottle import config as config_lib
 from softbottle.data import batches
 from softbottle.data.batches import Batch, Stream
 from softbottle.data.vocab import Vocab
+
+
+class Share(TypedDict, total=False):
+    """Which of a batch's rows a process reads; all of them by default."""
+
+    process_index: int
+    process_count: int
 
 
 class Lines:
@@ -111,22 +118,13 @@ class Packed(Stream):
         eos: that id.
         rows: rows of a batch.
         length: positions of a row.
-        process_index, process_count: which share of the rows to return.
+        **share: which of the rows to return.
     """
 
     def __init__(
-        self,
-        ids: np.ndarray,
-        eos: int,
-        rows: int,
-        length: int,
-        *,
-        process_index: int = 0,
-        process_count: int = 1,
+        self, ids: np.ndarray, eos: int, rows: int, length: int, **share: Unpack[Share]
     ):
-        super().__init__(
-            ids, rows, length, process_index=process_index, process_count=process_count
-        )
+        super().__init__(ids, rows, length, **share)
         self._eos = eos
 
     def next(self) -> Batch:
@@ -139,13 +137,10 @@ def stream(
     vocab: Vocab,
     ids: np.ndarray,
     seed: int,
-    *,
-    process_index: int = 0,
-    process_count: int = 1,
+    **share: Unpack[Share],
 ) -> Stream | Lines:
     """The training batches of a config; a process's share of the rows of each."""
     shape = (config.rows, config.length)
-    share = {"process_index": process_index, "process_count": process_count}
     if config.unit == "packed":
         return Packed(ids, vocab.eos, *shape, **share)
     if config.unit != "stream":
