@@ -34,7 +34,8 @@ def main() -> None:
     seeds = range(SEEDS.value)
     if OBJECTIVES.value:
         rates = [float(rate) for rate in RATES.value]
-        objectives.run(CONFIG.value, WORKDIR.value, OBJECTIVES.value, rates, seeds)
+        by_objective = dict.fromkeys(OBJECTIVES.value, rates)
+        objectives.run(CONFIG.value, WORKDIR.value, by_objective, seeds)
     else:
         widths = [int(width) for width in WIDTHS.value]
         sweep.run(CONFIG.value, WORKDIR.value, HEADS.value, widths, seeds)

@@ -5,7 +5,7 @@ everything else to the head. For a table that also embeds the input, or one that
 split over devices, call the head's pure functions yourself.
 """
 
-from collections.abc import Callable
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -17,7 +17,11 @@ from softbottle.ops.mixture.options import DEFAULTS, Options
 
 
 class _Calls:
-    """What both modules answer, through their `_call(name, hidden_TD, ...)`."""
+    """What both modules answer, through a method of their own, `_call`."""
+
+    def _call(self, name: str, hidden_TD: jax.Array, *arguments: Any) -> jax.Array:
+        """The head's method of that name, with the module's own parameters."""
+        raise NotImplementedError
 
     def __call__(
         self,
@@ -65,7 +69,7 @@ class LinenHead(_Calls, nn.Module):
     options: Options = DEFAULTS
 
     @nn.compact
-    def _call(self, name, hidden_TD, *arguments):
+    def _call(self, name: str, hidden_TD: jax.Array, *arguments: Any) -> jax.Array:
         start = nn.initializers.normal(self.context_dim**-0.5)
         table_VE = self.param("table_VE", start, (self.vocab, self.context_dim))
         bias_V = None
@@ -117,7 +121,7 @@ class NnxHead(_Calls, nnx.Module):
         params = head.init(rngs.params(), hidden_dim, context_dim)
         self.params = nnx.Dict({name: nnx.Param(leaf) for name, leaf in params.items()})
 
-    def _call(self, name, hidden_TD, *arguments):
+    def _call(self, name: str, hidden_TD: jax.Array, *arguments: Any) -> jax.Array:
         params = {name: leaf[...] for name, leaf in self.params.items()}
         bias_V = None if self.bias_V is None else self.bias_V[...]
         function = getattr(self.head, name)
@@ -125,13 +129,13 @@ class NnxHead(_Calls, nnx.Module):
         return function(*output, hidden_TD, *arguments, options=self.options)
 
 
-def _loss(call: Callable[..., jax.Array], hidden, labels, weights):
+def _loss(call, hidden, labels, weights):
     labels_T = labels.reshape(-1)
     weights_T = jnp.ones(labels_T.shape) if weights is None else weights.reshape(-1)
     return call("loss", _flat(hidden), labels_T, weights_T)
 
 
-def _by_token(call: Callable[..., jax.Array], name, hidden, *arguments):
+def _by_token(call, name, hidden, *arguments):
     result = call(name, _flat(hidden), *arguments)
     return result.reshape(*hidden.shape[:-1], *result.shape[1:])
 

@@ -20,7 +20,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,16 @@ ROWS = P((DATA, MODEL))
 TABLES = ("table_VE", "output_VE", "bias_V")
 # Smaller arrays are cheaper to keep than to gather.
 SPLIT_ABOVE = 2**12
+# A pytree of arrays, of their shapes, or of where they are.
+Tree = TypeVar("Tree")
+
+
+@overload
+def make_mesh(config: config_lib.Mesh, devices: Sequence[jax.Device]) -> Mesh: ...
+
+
+@overload
+def make_mesh(config: config_lib.Mesh, devices: None = None) -> Mesh | None: ...
 
 
 def make_mesh(
@@ -52,7 +62,7 @@ def make_mesh(
         ValueError: if there are too few devices, or some of a job would be left out.
     """
     at_hand = devices is None
-    devices = list(jax.devices() if at_hand else devices)
+    devices = list(jax.devices() if devices is None else devices)
     devices.sort(key=lambda device: (device.process_index, device.id))
     model = config.model
     data = len(devices) // model if config.data is None else config.data
@@ -106,7 +116,7 @@ def shardings(mesh: Mesh, shapes: Any) -> Any:
     )
 
 
-def with_shardings(shapes: Any, places: Any) -> Any:
+def with_shardings(shapes: Tree, places: Tree) -> Tree:
     """Shapes that know where their arrays are."""
     return jax.tree.map(lambda leaf, place: leaf.update(sharding=place), shapes, places)
 
@@ -146,7 +156,7 @@ def everywhere(mesh: Mesh, tree: Any) -> Any:
     return jax.tree.map(lambda _: NamedSharding(mesh, P()), tree)
 
 
-def to_mesh(mesh: Mesh | None, batch: Any, rows: int) -> Any:
+def to_mesh(mesh: Mesh | None, batch: Tree, rows: int) -> Tree:
     """A batch of `rows` rows on the mesh, from the rows that this process read."""
     if mesh is None:
         return batch
@@ -159,7 +169,7 @@ def to_mesh(mesh: Mesh | None, batch: Any, rows: int) -> Any:
     )
 
 
-def padded(mesh: Mesh | None, batch: Any) -> Any:
+def padded(mesh: Mesh | None, batch: Tree) -> Tree:
     """A batch that every process has, on the mesh; rows of zeros fill it up."""
     if mesh is None:
         return batch
@@ -173,7 +183,7 @@ def padded(mesh: Mesh | None, batch: Any) -> Any:
     return jax.tree.map(move, batch)
 
 
-def gather(tree: Any) -> Any:
+def gather(tree: Tree) -> Tree:
     """The tree's arrays on the host, gathered from all processes."""
     if jax.process_count() == 1:
         return jax.tree.map(np.asarray, tree)
@@ -231,7 +241,7 @@ def vocabulary_parallel(
     return call
 
 
-def constrain(mesh: Mesh | None, tree: Any, spec: P) -> Any:
+def constrain(mesh: Mesh | None, tree: Tree, spec: P) -> Tree:
     """The tree, with every array placed so inside jit."""
     if mesh is None:
         return tree

@@ -10,19 +10,23 @@ positions, H attention heads, R rows of attention, M also models.
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+import jax
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 from softbottle.data import vocab as vocab_lib
 from softbottle.heads import Head
+from softbottle.heads.base import Params
 from softbottle.ops.mixture.activations import SOFTMAX, Activation
 from softbottle.ops.mixture.options import Options
 
 SAMPLE = 1024  # positions whose gradients are measured
 WORDS = 4096  # of a vocabulary, at most, that are tried for the first place
 _WIDE = 64  # width up to which large sets of words are tried
+
+T = TypeVar("T")
 
 
 class Tokens(NamedTuple):
@@ -65,7 +69,7 @@ class Readout(NamedTuple):
     """
 
     head: Head
-    output: tuple[Any, Any, Any]
+    output: tuple[Params, jax.Array, jax.Array]
     options: Options
 
 
@@ -195,10 +199,10 @@ def of_softmax(
     _check(table_VD, bias_V, states, labels_N)
     vocab, dim = table_VD.shape
     last = Tokens(states[-1], labels_N) if len(states) else None
-    labelled = last if labels_N is not None else None
-    frozen = labelled
-    if labelled and frozen_MD is not None and len(frozen_MD) > len(labels_N):
-        frozen = Tokens(frozen_MD, ids[1 : len(frozen_MD) + 1])
+    labeled = last if labels_N is not None else None
+    frozen = labeled
+    if labeled and frozen_MD is not None and len(frozen_MD) > len(states[-1]):
+        frozen = Tokens(frozen_MD, present("text", ids)[1 : len(frozen_MD) + 1])
     large = (dim // 4, dim // 2, dim) if dim <= _WIDE else (4,)
     words = np.linspace(0, vocab - 1, min(vocab, WORDS)).astype(int)
     return Capture(
@@ -206,7 +210,7 @@ def of_softmax(
         table_VD,
         bias_V,
         tokens=[last] if last else None,
-        mixed=_mixed(labelled, table_VD) if labelled else None,
+        mixed=_mixed(labeled, table_VD) if labeled else None,
         frozen=frozen,
         trials=Trials(words, sizes_below(vocab, (1, 2, *large)), 5),
         states=list(states) or None,
@@ -215,10 +219,23 @@ def of_softmax(
     )
 
 
+def present(field: str, value: T | None) -> T:
+    """What a capture has in a field.
+
+    Raises:
+        ValueError: if that is None. inspection.py leaves such captures out of the
+            sections of instruments that need the field.
+    """
+    if value is None:
+        raise ValueError(f"the capture has no {field}, which is needed here.")
+    return value
+
+
 def bias_or_zeros(capture: Capture) -> np.ndarray:
     """The bias, or zeros where the model has none."""
     if capture.bias_V is None:
-        return np.zeros(len(capture.table_VE), capture.table_VE.dtype)
+        table_VE = present("table_VE", capture.table_VE)
+        return np.zeros(len(table_VE), table_VE.dtype)
     return capture.bias_V
 
 
@@ -240,8 +257,10 @@ def sizes_below(vocab: int, sizes: Sequence[int]) -> list[int]:
     return sorted({size for size in sizes if 0 < size < vocab})
 
 
-def real(name: str, values: ArrayLike, dtype: DTypeLike = np.float64) -> np.ndarray:
-    """Real numbers in a floating type.
+def real(
+    name: str, values: ArrayLike, dtype: DTypeLike | None = np.float64
+) -> np.ndarray:
+    """Real numbers in a floating type; None leaves them in their own.
 
     Raises:
         ValueError: if they are complex: a cast would drop their imaginary part.

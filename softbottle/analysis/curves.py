@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from softbottle.analysis import drawing, report
-from softbottle.analysis.capture import Capture
+from softbottle.analysis.capture import Capture, present
 from softbottle.analysis.settings import Settings
 from softbottle.training import metrics
 
@@ -105,7 +105,12 @@ def section(runs: dict[str, list[dict[str, Any]]]) -> report.Section:
 def inspect(captures: Sequence[Capture], settings: Settings) -> report.Section:
     """The section on some runs that were validated."""
     del settings
-    return section({capture.name: capture.validations for capture in captures})
+    return section(
+        {
+            capture.name: present("validations", capture.validations)
+            for capture in captures
+        }
+    )
 
 
 def write(workdir: pathlib.Path, title: str) -> None:

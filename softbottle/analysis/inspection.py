@@ -25,6 +25,7 @@ from softbottle.analysis.instruments import (
 from softbottle.analysis.report import Section
 from softbottle.analysis.settings import DEFAULT, Settings
 from softbottle.analysis.sources import arrays, run, texts
+from softbottle.data.vocab import Split
 
 
 class Instrument(NamedTuple):
@@ -119,7 +120,7 @@ def check(names: Sequence[str]) -> None:
 def of_runs(
     workdirs: Sequence[pathlib.Path | str],
     asked: Sequence[str] | None = None,
-    split: str = "test",
+    split: Split = "test",
     positions: int = 8192,
     settings: Settings = DEFAULT,
 ) -> list[Section]:

@@ -1,6 +1,8 @@
 """What the reader of a report may set for all instruments."""
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
+
+Precision = Literal["float32", "float64"]
 
 
 class Settings(NamedTuple):
@@ -15,7 +17,7 @@ class Settings(NamedTuple):
 
     order: int = 2
     dimensions: int | None = None
-    precision: str = "float32"
+    precision: Precision = "float32"
 
 
 DEFAULT = Settings()

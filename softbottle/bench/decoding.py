@@ -8,7 +8,7 @@ word under another budget, and to be as likely on the whole as draws are.
 
 import functools
 import math
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +45,9 @@ def run_task(task: Row) -> Row:
     return row | {"of_dense": row["made_bytes"] / dense_bytes}
 
 
-def operation(kind: str, options: Options) -> Any:
+def operation(
+    kind: Literal["sample", "top_k", "log_probs"], options: Options
+) -> jax.stages.Wrapped:
     """The compiled operation of ops/mixture/api.py."""
     count = {"k": BEST} if kind == "top_k" else {}
     return jax.jit(functools.partial(getattr(api, kind), **count, options=options))

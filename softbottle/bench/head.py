@@ -11,7 +11,6 @@ check takes fewer tokens. Kinds:
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -92,7 +91,7 @@ def truth(inputs: Inputs, labels_T: jax.Array) -> oracle.Expected:
         )
 
 
-def gradient_of(options: Options) -> Callable[..., Any]:
+def gradient_of(options: Options) -> jax.stages.Wrapped:
     """(inputs, labels_T) -> the mean loss and its gradients, compiled."""
 
     def mean_nll(inputs, labels_T):
@@ -104,7 +103,7 @@ def gradient_of(options: Options) -> Callable[..., Any]:
     return jax.jit(jax.value_and_grad(mean_nll))
 
 
-def check_gradient(outputs: Any, expected: oracle.Expected) -> Row:
+def check_gradient(outputs: tuple[jax.Array, Inputs], expected: oracle.Expected) -> Row:
     """Errors of a mean loss and its four gradients."""
     loss, bars = outputs
     wanted = float(np.mean(np.asarray(expected.nll_T)))
@@ -116,10 +115,10 @@ def check_gradient(outputs: Any, expected: oracle.Expected) -> Row:
 
 def check_nll(nll_T: jax.Array, expected: oracle.Expected) -> Row:
     """Mean and worst error of the tokens' losses."""
-    nll_T = np.asarray(nll_T, np.float64)
-    error_T = np.abs(nll_T - np.asarray(expected.nll_T))
+    wide_T = np.asarray(nll_T, np.float64)
+    error_T = np.abs(wide_T - np.asarray(expected.nll_T))
     return {
-        "loss": float(np.mean(nll_T)),
+        "loss": float(np.mean(wide_T)),
         "loss_error": float(np.mean(error_T)),
         "worst_token_error": float(np.max(error_T)),
     }
@@ -224,20 +223,15 @@ KINDS = {
     "products": _products,
     "ceiling": _ceiling,
 }
-_HELD: dict[Any, tuple[Prepared, dict]] = {}
 
 
+@problem.keep_last
 def _prepared(case, check_flop):
-    """The case's arrays and truth, kept until another case is asked for."""
-    key = (case, check_flop)
-    if key not in _HELD:
-        _HELD.clear()
-        inputs, labels_T = make_inputs(case)
-        fitting = int(check_flop / (3 * case.product_flop / case.tokens))
-        tokens = max(1, min(case.tokens, fitting))
-        expected = truth(*_cut(inputs, labels_T, tokens))
-        _HELD[key] = Prepared(inputs, labels_T, expected, tokens), {}
-    return _HELD[key]
+    """The case's arrays and truth; and by program, the variant and row it gave."""
+    inputs, labels_T = make_inputs(case)
+    tokens = case.tokens_within(check_flop)
+    expected = truth(*_cut(inputs, labels_T, tokens))
+    return Prepared(inputs, labels_T, expected, tokens), {}
 
 
 def _cut(inputs, labels_T, tokens):

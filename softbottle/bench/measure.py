@@ -14,11 +14,11 @@ Row = dict[str, Any]
 
 
 def checked_and_timed(
-    function: Callable[..., Any],
-    arguments: tuple,
+    function: jax.stages.Wrapped,
+    arguments: tuple[Any, ...],
     check: Callable[[Any], Row],
     seconds: float,
-    checked: tuple | None = None,
+    checked: tuple[Any, ...] | None = None,
     limits: oracle.Limits = oracle.OURS,
 ) -> Row:
     """Compile, check and time a jitted function.
@@ -41,7 +41,9 @@ def checked_and_timed(
     return row if row["status"] != "ok" else row | timed(compiled, arguments, seconds)
 
 
-def timed(compiled: Any, arguments: tuple, seconds: float) -> Row:
+def timed(
+    compiled: jax.stages.Compiled, arguments: tuple[Any, ...], seconds: float
+) -> Row:
     """Milliseconds of a compiled program, and the device's own peak where it tells."""
     ms = timing.milliseconds(
         lambda: compiled(*arguments), jax.block_until_ready, seconds
@@ -50,9 +52,11 @@ def timed(compiled: Any, arguments: tuple, seconds: float) -> Row:
     return {"ms": ms, "device_peak_bytes": peak}
 
 
-def memory(compiled: Any) -> Row:
+def memory(compiled: jax.stages.Compiled) -> Row:
     """Bytes of a compiled program: all of them, and those that are not arguments."""
     sizes = compiled.memory_analysis()
+    if sizes is None:
+        raise RuntimeError("the compiler does not tell how much memory a program takes")
     made = sizes.output_size_in_bytes + sizes.temp_size_in_bytes
     made -= sizes.alias_size_in_bytes
     total = sizes.argument_size_in_bytes + made

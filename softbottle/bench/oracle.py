@@ -11,6 +11,8 @@ its own variants where they run.
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from softbottle.bench.problem import Array
+
 BLOCK_BYTES = 2**31
 INPUTS = ("log_prior", "context", "table", "bias")
 
@@ -18,8 +20,8 @@ INPUTS = ("log_prior", "context", "table", "bias")
 class Expected(NamedTuple):
     """Per-token losses and the gradients of their mean, in the order of INPUTS."""
 
-    nll_T: Any
-    bars: tuple[Any, Any, Any, Any]
+    nll_T: Array
+    bars: tuple[Array, Array, Array, Array]
 
 
 class Limits(NamedTuple):
@@ -35,7 +37,16 @@ OURS = Limits(1e-4, 3e-3)
 PEERS = Limits(5e-1, 5e-1)
 
 
-def block(xp, log_prior_CK, context_CKE, table_VE, bias_V, words_V, labels_C, weight):
+def block(
+    xp: Any,
+    log_prior_CK: Array,
+    context_CKE: Array,
+    table_VE: Array,
+    bias_V: Array,
+    words_V: Array,
+    labels_C: Array,
+    weight: float,
+) -> tuple[Array, tuple[Array, Array, Array, Array]]:
     """Losses of a chunk of tokens and weight times the gradients of their sum."""
     tokens, components, dim = context_CKE.shape
     rows_RE = context_CKE.reshape(tokens * components, dim)
@@ -58,7 +69,9 @@ def block(xp, log_prior_CK, context_CKE, table_VE, bias_V, words_V, labels_C, we
     return nll_C, bars
 
 
-def log_probs(xp, log_prior_TK, context_TKE, table_VE, bias_V):
+def log_probs(
+    xp: Any, log_prior_TK: Array, context_TKE: Array, table_VE: Array, bias_V: Array
+) -> Array:
     """log P(v) of every word of float64 inputs, [T, V], one component at a time."""
     p_TV = 0.0
     for k in range(log_prior_TK.shape[1]):
@@ -71,11 +84,11 @@ def log_probs(xp, log_prior_TK, context_TKE, table_VE, bias_V):
 
 def expected(
     xp: Any,
-    inputs: tuple[Any, Any, Any, Any],
-    labels_T: Any,
-    words_V: Any,
-    wide: Callable[[Any], Any],
-    compiled: Callable[..., Any],
+    inputs: tuple[Array, Array, Array, Array],
+    labels_T: Array,
+    words_V: Array,
+    wide: Callable[[Array], Array],
+    compiled: Callable[..., tuple[Array, tuple[Array, Array, Array, Array]]],
 ) -> Expected:
     """Losses and gradients of the mean loss, a chunk of tokens at a time.
 
@@ -93,10 +106,16 @@ def expected(
     table_VE, bias_V = wide(table_VE), wide(bias_V)
     by_token, sums = [], (0.0, 0.0)
     for start in range(0, tokens, size):
-        here = slice(start, start + size)
-        prior_CK, context_CKE = wide(log_prior_TK[here]), wide(context_TKE[here])
+        chunk = slice(start, start + size)
+        prior_CK, context_CKE = wide(log_prior_TK[chunk]), wide(context_TKE[chunk])
         nll_C, bars = compiled(
-            prior_CK, context_CKE, table_VE, bias_V, words_V, labels_T[here], 1 / tokens
+            prior_CK,
+            context_CKE,
+            table_VE,
+            bias_V,
+            words_V,
+            labels_T[chunk],
+            1 / tokens,
         )
         by_token.append((nll_C, bars[0], bars[1]))
         sums = (sums[0] + bars[2], sums[1] + bars[3])
@@ -108,13 +127,13 @@ def expected(
 
 def verdict(row: dict[str, Any], limits: Limits) -> dict[str, Any]:
     """The row, or what is wrong with it instead of a time."""
-    found = [("loss_error", limits.loss)] if "loss_error" in row else []
-    found += [(name, limits.gradient) for name in row if name.startswith("error_")]
-    found += [("error", limits.gradient)] if "error" in row else []
+    checks = [("loss_error", limits.loss)] if "loss_error" in row else []
+    checks += [(name, limits.gradient) for name in row if name.startswith("error_")]
+    checks += [("error", limits.gradient)] if "error" in row else []
     # Written so that a NaN is beyond every limit.
     wrong = [
         f"{name} {row[name]:.1e} > {limit:.0e}"
-        for name, limit in found
+        for name, limit in checks
         if not row[name] <= limit
     ]
     if not wrong:

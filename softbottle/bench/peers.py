@@ -14,7 +14,7 @@ cuDNN where there is a GPU.
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from softbottle.bench import oracle, problem, timing
 
 Row = dict[str, Any]
+Tensors = tuple[torch.Tensor, ...]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -60,8 +61,11 @@ def _timed(function, arguments, seconds):
     torch.cuda.reset_peak_memory_stats()
     ms = timing.milliseconds(function, _wait, seconds)
     # The truth lies on the device as well, and is no part of the peer.
-    mine = sum(array.nbytes for array in arguments)
-    return {"ms": ms, "peak_bytes": torch.cuda.max_memory_allocated() - held + mine}
+    argument_bytes = sum(array.nbytes for array in arguments)
+    return {
+        "ms": ms,
+        "peak_bytes": torch.cuda.max_memory_allocated() - held + argument_bytes,
+    }
 
 
 def _run_lstm(task):
@@ -78,7 +82,7 @@ def _run_lstm(task):
     return row | _timed(lambda: _lstm_gradient(*arguments), tensors, task["seconds"])
 
 
-def lstm_truth(arrays: problem.StackArrays) -> tuple[torch.Tensor, ...]:
+def lstm_truth(arrays: problem.StackArrays) -> Tensors:
     """Outputs, and gradients by inputs and parameters, in float64."""
     return _lstm_gradient(*_lstm_arguments(arrays, torch.float64))
 
@@ -115,7 +119,7 @@ def _lstm_errors(actual, wanted):
     }
 
 
-def make_inputs(case: problem.Case) -> tuple[tuple, torch.Tensor]:
+def make_inputs(case: problem.Case) -> tuple[Tensors, torch.Tensor]:
     """The case's numbers, all of them in bfloat16 but the prior, and its labels."""
     small = problem.small(case)
     rows = case.tokens * case.components
@@ -128,11 +132,11 @@ def make_inputs(case: problem.Case) -> tuple[tuple, torch.Tensor]:
         table_X.reshape(case.vocab, case.dim),
         torch.from_numpy(small.bias_V).to(DEVICE).bfloat16(),
     )
-    inputs = tuple(array.requires_grad_() for array in inputs)
-    return inputs, torch.from_numpy(small.labels_T).to(DEVICE).long()
+    leaves = tuple(array.requires_grad_() for array in inputs)
+    return leaves, torch.from_numpy(small.labels_T).to(DEVICE).long()
 
 
-def make_loss(peer: str) -> Callable[..., torch.Tensor]:
+def make_loss(peer: Literal["naive", "compile", "cce"]) -> Callable[..., torch.Tensor]:
     """(log_prior, context, table, bias, labels) -> mean nll, the peer's way."""
     if peer == "compile":
         torch._dynamo.reset()
@@ -140,13 +144,15 @@ def make_loss(peer: str) -> Callable[..., torch.Tensor]:
     return {"naive": _naive, "cce": _cut_cross_entropy}[peer]
 
 
-def gradients(loss, inputs, labels_T) -> tuple[torch.Tensor, tuple]:
+def gradients(
+    loss: Callable[..., torch.Tensor], inputs: Tensors, labels_T: torch.Tensor
+) -> tuple[torch.Tensor, Tensors]:
     """The mean loss and its gradients by all four inputs."""
     value = loss(*inputs, labels_T)
     return value, torch.autograd.grad(value, inputs)
 
 
-def check(outputs, expected: oracle.Expected) -> Row:
+def check(outputs: tuple[torch.Tensor, Tensors], expected: oracle.Expected) -> Row:
     """Errors of a mean loss and its four gradients."""
     loss, bars = outputs
     row = {"loss": loss.item()}
@@ -183,9 +189,9 @@ def _cut_cross_entropy(log_prior_TK, context_TKE, table_VE, bias_V, labels_T):
 
     tokens, components = log_prior_TK.shape
     context_RE = context_TKE.reshape(tokens * components, -1)
-    more = {}
+    options = {}
     if "bias" in inspect.signature(linear_cross_entropy).parameters:
-        more["bias"] = bias_V
+        options["bias"] = bias_V
     else:
         # Releases before the bias: it is one more column, in a block of zeros.
         table_VE = F.pad(torch.cat([table_VE, bias_V[:, None]], 1), (0, 15))
@@ -195,31 +201,25 @@ def _cut_cross_entropy(log_prior_TK, context_TKE, table_VE, bias_V, labels_T):
         table_VE,
         labels_T.repeat_interleave(components),
         reduction="none",
-        **more,
+        **options,
     )
     nll_TK = nll_R.reshape(tokens, components).float()
     return -torch.logsumexp(log_prior_TK - nll_TK, -1).mean()
 
 
-_HELD: dict[Any, tuple] = {}
-
-
+@problem.keep_last
 def _prepared(case, check_flop):
-    """The case's arrays and truth, kept until another case is asked for."""
-    key = (case, check_flop)
-    if key not in _HELD:
-        _HELD.clear()
-        inputs, labels_T = make_inputs(case)
-        fitting = int(check_flop / (3 * case.product_flop / case.tokens))
-        tokens = max(1, min(case.tokens, fitting))
-        _HELD[key] = inputs, labels_T, truth(inputs, labels_T, tokens), tokens
-        # The truth leaves blocks that would split the memory that peers ask for.
-        torch.cuda.empty_cache()
-    return _HELD[key]
+    """The case's arrays and labels, and the truth about its first tokens."""
+    inputs, labels_T = make_inputs(case)
+    tokens = case.tokens_within(check_flop)
+    expected = truth(inputs, labels_T, tokens)
+    # The truth leaves blocks that would split the memory that peers ask for.
+    torch.cuda.empty_cache()
+    return inputs, labels_T, expected, tokens
 
 
 @torch.no_grad()
-def truth(inputs, labels_T, tokens: int) -> oracle.Expected:
+def truth(inputs: Tensors, labels_T: torch.Tensor, tokens: int) -> oracle.Expected:
     """The oracle's losses and gradients of the first tokens, on this device."""
     log_prior_TK, context_TKE, table_VE, bias_V = inputs
     return oracle.expected(

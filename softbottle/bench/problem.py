@@ -6,12 +6,16 @@ operations alike, so children that share no memory hold the same problem, and no
 large is drawn on the host or read from a disk.
 """
 
+import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+# Of NumPy, jax or torch.
+Array = Any
+T = TypeVar("T")
 LOGIT_DEVIATION = 2.5
 # Streams of the hash, one for each array.
 CONTEXT, TABLE, BIAS, LABELS, PRIOR, WEIGHTS = range(6)
@@ -31,40 +35,10 @@ class Case(NamedTuple):
         """Of one product of all rows with the table, 2 R d V."""
         return 2 * self.tokens * self.components * self.dim * self.vocab
 
-
-CASES = {
-    case.name: case
-    for case in (
-        Case("ptb", 840, 15, 280, 10_000),
-        Case("wt2", 1050, 15, 300, 33_278),
-        Case("smol", 8192, 4, 576, 49_152),
-        Case("lm1b-100k", 2560, 10, 1024, 100_000),
-        Case("lm1b", 2560, 10, 1024, 793_471),
-        Case("llama", 4096, 1, 4096, 128_256),
-        Case("tiny", 61, 3, 24, 509),
-    )
-}
-SWEEPS = {
-    "components": tuple(
-        Case(f"K={k}", 840, k, 280, 10_000) for k in (1, 2, 4, 8, 15, 30)
-    ),
-    "vocab": tuple(
-        Case(f"V={v // 1000}k", 512, 7, 512, v)
-        for v in (10_000, 25_000, 50_000, 100_000, 200_000, 400_000, 800_000)
-    ),
-}
-DECODING = {
-    case.name: case
-    for case in (
-        Case("narrow", 64, 15, 280, 50_000),
-        Case("wide", 64, 15, 1024, 50_000),
-        Case("tiny", 13, 3, 24, 509),
-    )
-}
-SMALL_SWEEPS = {
-    "components": tuple(Case(f"K={k}", 16, k, 24, 509) for k in (1, 2, 4, 8)),
-    "vocab": tuple(Case(f"V={v}", 16, 3, 24, v) for v in (500, 1000, 2000, 4000)),
-}
+    def tokens_within(self, flop: float) -> int:
+        """How many tokens an oracle of three products takes with this many flop."""
+        fitting = int(flop / (3 * self.product_flop / self.tokens))
+        return max(1, min(self.tokens, fitting))
 
 
 class Stack(NamedTuple):
@@ -83,22 +57,55 @@ class Stack(NamedTuple):
         return 2 * self.rows * self.positions * weights
 
 
-STACKS = {
-    stack.name: stack
-    for stack in (
-        Stack("ptb", 12, 70, (280, 960, 960, 620)),
-        Stack("wt2", 15, 70, (300, 1150, 1150, 650)),
-        Stack("tiny", 3, 11, (5, 7, 7, 6)),
-    )
+Named = TypeVar("Named", Case, Stack)
+
+
+def _by_name(*sizes: Named) -> dict[str, Named]:
+    return {size.name: size for size in sizes}
+
+
+CASES = _by_name(
+    Case("ptb", 840, 15, 280, 10_000),
+    Case("wt2", 1050, 15, 300, 33_278),
+    Case("smol", 8192, 4, 576, 49_152),
+    Case("lm1b-100k", 2560, 10, 1024, 100_000),
+    Case("lm1b", 2560, 10, 1024, 793_471),
+    Case("llama", 4096, 1, 4096, 128_256),
+    Case("tiny", 61, 3, 24, 509),
+)
+SWEEPS = {
+    "components": tuple(
+        Case(f"K={k}", 840, k, 280, 10_000) for k in (1, 2, 4, 8, 15, 30)
+    ),
+    "vocab": tuple(
+        Case(f"V={v // 1000}k", 512, 7, 512, v)
+        for v in (10_000, 25_000, 50_000, 100_000, 200_000, 400_000, 800_000)
+    ),
 }
+DECODING = _by_name(
+    Case("narrow", 64, 15, 280, 50_000),
+    Case("wide", 64, 15, 1024, 50_000),
+    Case("tiny", 13, 3, 24, 509),
+)
+SMALL_SWEEPS = {
+    "components": tuple(Case(f"K={k}", 16, k, 24, 509) for k in (1, 2, 4, 8)),
+    "vocab": tuple(Case(f"V={v}", 16, 3, 24, v) for v in (500, 1000, 2000, 4000)),
+}
+
+
+STACKS = _by_name(
+    Stack("ptb", 12, 70, (280, 960, 960, 620)),
+    Stack("wt2", 15, 70, (300, 1150, 1150, 650)),
+    Stack("tiny", 3, 11, (5, 7, 7, 6)),
+)
 
 
 class StackArrays(NamedTuple):
     """Inputs, parameters by layer as in ops/lstm/api.py, and the outputs' cotangent."""
 
-    inputs_SBI: Any
-    layers: tuple[tuple[Any, Any, Any, Any], ...]
-    probe_SBH: Any
+    inputs_SBI: Array
+    layers: tuple[tuple[Array, Array, Array, Array], ...]
+    probe_SBH: Array
 
 
 class Small(NamedTuple):
@@ -109,13 +116,31 @@ class Small(NamedTuple):
     labels_T: np.ndarray
 
 
-def hashed(counter_X: Any, stream: int) -> Any:
+def keep_last(make: Callable[..., T]) -> Callable[..., T]:
+    """`make`, whose last result is kept until it is called with other arguments.
+
+    The old result is let go of before the new one is made: a device may not hold the
+    arrays of two cases.
+    """
+    last: dict[tuple[Any, ...], T] = {}
+
+    @functools.wraps(make)
+    def call(*arguments):
+        if arguments not in last:
+            last.clear()
+            last[arguments] = make(*arguments)
+        return last[arguments]
+
+    return call
+
+
+def hashed(counter_X: Array, stream: int) -> Array:
     """A well-mixed int32 for each int32 of a NumPy, jax or torch array."""
     mixed_X = _mixed(counter_X)
     return _mixed(mixed_X + _wrapped(0x9E3779B9 * (stream + 1)))
 
 
-def uniform(counter_X: Any, stream: int, float32: Callable[[Any], Any]) -> Any:
+def uniform(counter_X: Array, stream: int, float32: Callable[[Array], Array]) -> Array:
     """Multiples of 2^-23 in [-1, 1), exact; `float32` converts an array."""
     bits_X = (hashed(counter_X, stream) >> 8) & 0xFFFFFF
     return float32(bits_X) * 2.0**-23 - 1.0
@@ -140,7 +165,9 @@ def small(case: Case) -> Small:
     )
 
 
-def stack_arrays(stack: Stack, uniform: Callable[..., Any]) -> StackArrays:
+def stack_arrays(
+    stack: Stack, uniform: Callable[[int, int, float], Array]
+) -> StackArrays:
     """A stack's numbers; `uniform(count, stream, width)` draws them in a framework.
 
     Weights start as PyTorch's do, in plus or minus 1 / sqrt(H).

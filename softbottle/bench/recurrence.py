@@ -16,6 +16,8 @@ from softbottle.bench import measure, oracle, problem
 from softbottle.ops.lstm import api as lstm
 
 Row = dict[str, Any]
+# ((objective, outputs_SBH), (gradients by inputs_SBI, by the layers' parameters))
+Differentiated = tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, Any]]
 # Relative norms. A state is rounded at every position, and errors add up over them; a
 # GPU's float32 products have TF32's ten bits.
 LIMITS = {
@@ -50,8 +52,8 @@ def run_task(task: Row) -> Row:
     return row
 
 
-def truth(arrays: problem.StackArrays) -> Any:
-    """((objective, outputs), (inputs' gradient, parameters' gradients)), float64."""
+def truth(arrays: problem.StackArrays) -> Differentiated:
+    """Objective, outputs and gradients in float64."""
     with jax.enable_x64(True):
         wide = jax.tree.map(lambda array: array.astype(jnp.float64), arrays)
         gradient = jax.value_and_grad(_plain, argnums=(0, 1), has_aux=True)
@@ -63,7 +65,7 @@ def _truth_of(stack):
     return truth(problem.stack_arrays(stack, measure.uniform))
 
 
-def errors(actual: Any, wanted: Any) -> Row:
+def errors(actual: Differentiated, wanted: Differentiated) -> Row:
     """Relative errors of outputs and gradients; the worst of the parameters'."""
     (_, outputs_SBH), (inputs_bar_SBI, layers_bar) = actual
     (_, wanted_SBH), (wanted_bar_SBI, wanted_layers_bar) = wanted

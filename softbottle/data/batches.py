@@ -118,7 +118,7 @@ class Stream:
         For PTB in 12 rows the law gives 1,144; the reference's log prints 1,106, which
         is 77,465 // 70 and not a count.
         """
-        mean = self._length
+        mean = float(self._length)
         if self._variable:
             p_L = _law(self._length, self._max_delta)
             mean = float(p_L @ np.arange(len(p_L)))
@@ -222,7 +222,7 @@ def widths(length: int, max_delta: int) -> tuple[int, ...]:
     lengths_L = np.arange(len(p_L))
     total_L = np.cumsum(p_L)
     # cost_L[l]: mean padded width spent on lengths up to l when l is a width.
-    cost_L = total_L * lengths_L
+    cost_L: np.ndarray = total_L * lengths_L
     previous = []
     for _ in range(WIDTHS - 1):
         # Rows are the width below, columns the width that is added.

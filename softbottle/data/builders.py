@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator
 import tensorflow_datasets as tfds
 from tensorflow_datasets.proto import tf_example_pb2
 
-from softbottle.data.vocab import Chunk
+from softbottle.data.vocab import Chunk, Split
 
 LM1B_ARCHIVE = "1-billion-word-language-modeling-benchmark-r13output.tar.gz"
 
@@ -33,22 +33,27 @@ _LM1B_MEMBERS = {
     "train": "training-monolingual.tokenized.shuffled/news.en-*",
     "test": "heldout-monolingual.tokenized.shuffled/news.en.heldout-*",
 }
+# What TFDS calls the splits, and what the files do.
+_SPLITS = {"train": "train", "validation": "valid", "test": "test"}
 _RECORDS = 1 << 16
 
 
-class _Lines(tfds.core.GeneratorBasedBuilder, skip_registration=True):
+# mypy does not see the keyword of a base class that comes without types.
+class _Lines(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # type: ignore[call-arg]
     """Lines of the files {train,valid,test} of the manual folder, in their order."""
 
     VERSION = tfds.core.Version("1.0.0")
-    FILES: dict[str, str] = {}
+    FILE: str  # what the files are called; {} is the split
 
     def _info(self):
         return _info(self, disable_shuffling=True)
 
     def _split_generators(self, dl_manager):
         return {
-            split: self._generate_examples(dl_manager.manual_dir / name)
-            for split, name in self.FILES.items()
+            split: self._generate_examples(
+                dl_manager.manual_dir / self.FILE.format(name)
+            )
+            for split, name in _SPLITS.items()
         }
 
     def _generate_examples(self, path):
@@ -60,22 +65,14 @@ class _Lines(tfds.core.GeneratorBasedBuilder, skip_registration=True):
 class PtbLocal(_Lines):
     """Penn Treebank in Mikolov's preprocessing, from local files."""
 
-    FILES = {
-        "train": "ptb.train.txt",
-        "validation": "ptb.valid.txt",
-        "test": "ptb.test.txt",
-    }
+    FILE = "ptb.{}.txt"
     MANUAL_DOWNLOAD_INSTRUCTIONS = "Put ptb.{train,valid,test}.txt in the folder."
 
 
 class Wikitext2Local(_Lines):
     """WikiText-2 in words, from local files; empty lines are empty records."""
 
-    FILES = {
-        "train": "wiki.train.tokens",
-        "validation": "wiki.valid.tokens",
-        "test": "wiki.test.tokens",
-    }
+    FILE = "wiki.{}.tokens"
     MANUAL_DOWNLOAD_INSTRUCTIONS = "Put wiki.{train,valid,test}.tokens in the folder."
 
 
@@ -107,7 +104,7 @@ class Lm1bLocal(tfds.core.GeneratorBasedBuilder):
 
 
 def source(
-    folder: pathlib.Path, split: str
+    folder: pathlib.Path, split: Split
 ) -> tuple[list[pathlib.Path], Callable[[], Iterator[Chunk]]]:
     """The files and the text of a split of a prepared LM1B data set.
 
@@ -122,13 +119,13 @@ def source(
         ValueError: if `folder` has several data sets under it, or one in a format
             other than array_record.
     """
-    found = [path.parent for path in folder.glob("**/dataset_info.json")]
-    if len(found) != 1:
-        raise ValueError(f"{folder} must hold one data set; it has {sorted(found)}.")
-    builder = tfds.builder_from_directory(found[0])
+    folders = [path.parent for path in folder.glob("**/dataset_info.json")]
+    if len(folders) != 1:
+        raise ValueError(f"{folder} must hold one data set; it has {sorted(folders)}.")
+    builder = tfds.builder_from_directory(folders[0])
     if builder.info.file_format.value != "array_record":
         raise ValueError(
-            f"{found[0]} is in format {builder.info.file_format.value}; prepare it "
+            f"{folders[0]} is in format {builder.info.file_format.value}; prepare it "
             'with file_format="array_record".'
         )
     stored = "train" if split == "train" else "test"

@@ -91,6 +91,8 @@ def load(config: config_lib.Data) -> Corpus:
     if (corpus := encoded.opened(folder, config.lowercase)) is None:
         _encode(config, sources, folder)
         corpus = encoded.opened(folder, config.lowercase)
+    if corpus is None:
+        raise FileNotFoundError(f"{folder} was deleted as soon as it was encoded.")
     return corpus
 
 
@@ -129,7 +131,7 @@ def read(paths: Sequence[str], vocab: Vocab) -> np.ndarray:
         ValueError: if the text is not text, has no words, or has words that the
             vocabulary cannot express.
     """
-    files = []
+    files: list[pathlib.Path] = []
     for path in (pathlib.Path(name).expanduser() for name in paths):
         if not path.exists():
             raise FileNotFoundError(f"there is no file or folder {path}.")
@@ -152,7 +154,7 @@ def check(corpus: Corpus) -> Corpus:
     Raises:
         ValueError: naming the split and what is wrong with it.
     """
-    for name, ids in zip(SPLITS, corpus, strict=False):
+    for name, ids in corpus.splits.items():
         if ids.ndim != 1 or not ids.size:
             raise ValueError(f"{name} must be a run of ids, got shape {ids.shape}.")
         vocab_lib.check_ids(f"the ids of {name}", ids, len(corpus.vocab))
@@ -216,7 +218,7 @@ def _text_source(files):
     return Source(files, lambda: (chunk for file in files for chunk in _chunks(file)))
 
 
-def _chunks(path) -> Iterator[Chunk]:
+def _chunks(path: pathlib.Path) -> Iterator[Chunk]:
     """The text of a file in chunks cut at white space; its last line ends."""
     line, rest, seen, last = 1, b"", 0, b"\n"
     for block, position in _blocks(path):
@@ -279,12 +281,12 @@ def _warn_of_changed_files(name, sums):
 def _key(config, sums):
     """A hash of all that the ids depend on."""
     file = config.vocab_file
-    given = pathlib.Path(file).expanduser().read_bytes() if file else b""
+    words = pathlib.Path(file).expanduser().read_bytes() if file else b""
     settings = {
         "format": _FORMAT,
         "sums": sums,
         "vocab_size": config.vocab_size,
-        "vocab_file": hashlib.sha256(given).hexdigest(),
+        "vocab_file": hashlib.sha256(words).hexdigest(),
         "lowercase": config.lowercase,
     }
     return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]

@@ -24,9 +24,9 @@ from typing import Any
 import numpy as np
 
 from softbottle import files
-from softbottle.data.vocab import Corpus, Vocab
+from softbottle.data.vocab import Corpus, Split, Vocab
 
-SPLITS = ("train", "valid", "test")
+SPLITS: tuple[Split, ...] = ("train", "valid", "test")
 _VOCAB = "vocab.txt"
 _HASHED = (*(f"{name}.int32" for name in SPLITS), _VOCAB)
 # A file may change twice within what a file system's clock can tell (2 s on some), so
@@ -59,16 +59,19 @@ def opened(folder: pathlib.Path, lowercase: bool) -> Corpus | None:
         return None
     _check(folder, expected)
     corpus = mapped(folder, lowercase)
-    for name, ids in zip(SPLITS, corpus, strict=False):
+    for name, ids in corpus.splits.items():
         # For `digest`; NumPy does not hand it on to a slice, which has another hash.
-        ids.sha256 = expected[f"{name}.int32"]
+        # A memory-mapped array takes attributes of its own; mypy knows plain ones.
+        ids.sha256 = expected[f"{name}.int32"]  # type: ignore[attr-defined]
     return corpus
 
 
 def mapped(folder: pathlib.Path, lowercase: bool) -> Corpus:
     """The corpus in a folder as it is, its arrays memory-mapped."""
-    arrays = (np.memmap(folder / f"{name}.int32", "<i4", "r") for name in SPLITS)
-    return Corpus(*arrays, Vocab.load(folder / _VOCAB, lowercase))
+    train, valid, test = (
+        np.memmap(folder / f"{name}.int32", "<i4", "r") for name in SPLITS
+    )
+    return Corpus(train, valid, test, Vocab.load(folder / _VOCAB, lowercase))
 
 
 def digest(corpus: Corpus) -> dict[str, str]:
@@ -76,8 +79,8 @@ def digest(corpus: Corpus) -> dict[str, str]:
 
     Those of a corpus from `opened` are known; others are computed from the arrays.
     """
-    named = zip(SPLITS, corpus, strict=False)
-    return {name: _digest(ids) for name, ids in named} | {"vocab": corpus.vocab.digest}
+    sums: dict[str, str] = {n: _digest(ids) for n, ids in corpus.splits.items()}
+    return sums | {"vocab": corpus.vocab.digest}
 
 
 def _digest(ids):
@@ -121,8 +124,8 @@ def _stamps(folder):
     """Of each file, what changes when it is written to or another takes its place."""
     stats = {name: (folder / name).stat() for name in _HASHED}
     return {
-        name: (one.st_size, one.st_ino, one.st_mtime_ns, one.st_ctime_ns)
-        for name, one in stats.items()
+        name: (stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns)
+        for name, stat in stats.items()
     }
 
 

@@ -13,7 +13,7 @@ before the last have no weight, and a cache remembers them all the same.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import numpy as np
 
@@ -21,6 +21,13 @@ from softbottle import config as config_lib
 from softbottle.data import batches
 from softbottle.data.batches import Batch, Stream
 from softbottle.data.vocab import Vocab
+
+
+class Share(TypedDict, total=False):
+    """Which of a batch's rows a process reads; all of them by default."""
+
+    process_index: int
+    process_count: int
 
 
 class Lines:
@@ -63,7 +70,8 @@ class Lines:
             raise ValueError(f"{len(self._lines)} lines are too few for {rows} rows.")
         self._shape, self._answers, self._seed = (rows, length), answers, seed
         self._epoch = self._batches = 0
-        self._order = (-1, None)
+        # The epoch, and the order of its lines.
+        self._order: tuple[int, np.ndarray] = (-1, np.zeros(0, np.int64))
 
     @property
     def epoch(self) -> int:
@@ -94,8 +102,8 @@ class Lines:
             random = np.random.default_rng((self._seed, self._epoch))
             self._order = self._epoch, random.permutation(len(self._lines))
         first = self._batches * self._shape[0]
-        chosen = self._order[1][first : first + self._shape[0]][self._share]
-        chosen = [self._lines[index] for index in chosen]
+        numbers = self._order[1][first : first + self._shape[0]][self._share]
+        chosen = [self._lines[index] for index in numbers]
         self._batches += 1
         if self._batches == self.steps_per_epoch:
             self._epoch, self._batches = self._epoch + 1, 0
@@ -110,10 +118,12 @@ class Packed(Stream):
         eos: that id.
         rows: rows of a batch.
         length: positions of a row.
-        share: `process_index` and `process_count`, as of a `Stream`.
+        **share: which of the rows to return.
     """
 
-    def __init__(self, ids: np.ndarray, eos: int, rows: int, length: int, **share: int):
+    def __init__(
+        self, ids: np.ndarray, eos: int, rows: int, length: int, **share: Unpack[Share]
+    ):
         super().__init__(ids, rows, length, **share)
         self._eos = eos
 
@@ -123,12 +133,13 @@ class Packed(Stream):
 
 
 def stream(
-    config: config_lib.Data, vocab: Vocab, ids: np.ndarray, seed: int, **share: int
-):
-    """The training batches of a config: a `batches.Stream` or `Lines`.
-
-    `share` is `process_index` and `process_count`: which of the rows to return.
-    """
+    config: config_lib.Data,
+    vocab: Vocab,
+    ids: np.ndarray,
+    seed: int,
+    **share: Unpack[Share],
+) -> Stream | Lines:
+    """The training batches of a config; a process's share of the rows of each."""
     shape = (config.rows, config.length)
     if config.unit == "packed":
         return Packed(ids, vocab.eos, *shape, **share)

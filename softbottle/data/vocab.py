@@ -16,15 +16,16 @@ import hashlib
 import os
 import pathlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent import futures
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from softbottle import files
 
 EOS, UNK = "<eos>", "<unk>"
+Split = Literal["train", "valid", "test"]
 
 # Other people's vocabulary files spell the two special words in these ways.
 _EOS_SPELLINGS = (EOS, "</s>", "</S>")
@@ -73,7 +74,7 @@ class Vocab:
         """A hash of the words in their order; two equal vocabularies share it."""
         return hashlib.sha256(self._text()).hexdigest()
 
-    def save(self, path: os.PathLike | str) -> None:
+    def save(self, path: os.PathLike[str] | str) -> None:
         """Write one word per line, all of them or none; an equal file is left."""
         raw = self._text()
         # `load` takes a byte order mark for no part of the first word.
@@ -81,7 +82,7 @@ class Vocab:
         files.replace(pathlib.Path(path), mark + raw)
 
     @classmethod
-    def load(cls, path: os.PathLike | str, lowercase: bool = False) -> "Vocab":
+    def load(cls, path: os.PathLike[str] | str, lowercase: bool = False) -> "Vocab":
         """Read one word a line; the inverse of `save`."""
         raw = _checked(Chunk(pathlib.Path(path).read_bytes(), str(path), 1))
         lines = (
@@ -103,19 +104,17 @@ class Vocab:
         Raises:
             ValueError: if a word is unknown and the vocabulary has no `<unk>`.
         """
-        words = self.split(text)
-        ids = self.renumbering(words) if words else []
-        return np.asarray(ids, np.int32)
+        return self.renumbering(self.split(text))
 
-    def decode(self, ids: Iterable[int]) -> list[str]:
+    def decode(self, ids: Sequence[int] | np.ndarray) -> list[str]:
         """The words of some ids.
 
         Raises:
             ValueError: if an id is not in the vocabulary.
         """
-        ids = np.asarray(ids)
-        check_ids("ids", ids, len(self))
-        return [self.words[index] for index in ids.tolist()]
+        ids_T = np.asarray(ids)
+        check_ids("ids", ids_T, len(self))
+        return [self.words[index] for index in ids_T.tolist()]
 
     def renumbering(self, words: Sequence[str]) -> np.ndarray:
         """The id of each of some words, which may spell the special words our way."""
@@ -143,6 +142,11 @@ class Corpus(NamedTuple):
     test: np.ndarray
     vocab: Vocab
 
+    @property
+    def splits(self) -> dict[Split, np.ndarray]:
+        """The three runs of ids by name."""
+        return {"train": self.train, "valid": self.valid, "test": self.test}
+
 
 class Chunk(NamedTuple):
     """Some of a text, cut at white space, and where it was found."""
@@ -164,15 +168,15 @@ class Numbered(NamedTuple):
 class Numbering:
     """Gives words the numbers 0, 1, ... as they first appear, and counts them."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.lookup: dict[str, int] = {}
         self.counts = np.zeros(0, np.int64)
 
     def number(self, chunk: Numbered) -> np.ndarray:
         """The numbers of a chunk's words, which are also counted."""
         lookup = self.lookup
-        table = [lookup.setdefault(word, len(lookup)) for word in chunk.words]
-        table = np.asarray(table, np.int32)
+        numbers = [lookup.setdefault(word, len(lookup)) for word in chunk.words]
+        table = np.asarray(numbers, np.int32)
         grown = np.zeros(len(lookup) - len(self.counts), np.int64)
         self.counts = np.concatenate([self.counts, grown])
         self.counts[table] += np.bincount(chunk.index_T, minlength=len(table))
@@ -198,13 +202,13 @@ def most_frequent(numbering: Numbering, size: int, lowercase: bool) -> Vocab:
     words = list(numbering.lookup)
     order = np.argsort(-numbering.counts, kind="stable")
     ranked = (words[index] for index in order)
-    kept = [word for word in ranked if word not in (EOS, UNK)][: size - 2]
-    return Vocab((UNK, EOS, *kept), lowercase)
+    frequent = [word for word in ranked if word not in (EOS, UNK)][: size - 2]
+    return Vocab((UNK, EOS, *frequent), lowercase)
 
 
 def numbered(
     chunks: Iterable[Chunk], lowercase: bool, workers: int
-) -> Iterable[Numbered]:
+) -> Iterator[Numbered]:
     """Split chunks into words in `workers` threads, keeping their order.
 
     At most `workers + 1` chunks are in memory at a time.
@@ -219,7 +223,7 @@ def numbered(
         return Numbered(words.dictionary.to_pylist(), indices, chunk.progress)
 
     with futures.ThreadPoolExecutor(workers) as pool:
-        waiting = collections.deque()
+        waiting: collections.deque[futures.Future[Numbered]] = collections.deque()
         for chunk in chunks:
             waiting.append(pool.submit(split, chunk))
             if len(waiting) > workers:
@@ -234,7 +238,7 @@ def printable(text: str) -> str:
     Words come from anyone's text, and a terminal obeys the sequences that U+001B and
     U+009B begin. `repr` would do for a message, but escapes letters as well.
     """
-    return _CONTROLS.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+    return _CONTROLS.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
 def check_ids(name: str, ids: np.ndarray, size: int) -> None:

@@ -18,7 +18,7 @@ from softbottle.analysis.instruments import rank
 from softbottle.data import batches, lines, templates
 from softbottle.data.vocab import Corpus, Vocab
 from softbottle.heads import cache
-from softbottle.model import Model
+from softbottle.model import Model, Params
 from softbottle.training.state import Run
 
 PLACES = (1, 2, 5, 10)
@@ -40,8 +40,15 @@ class Answers(NamedTuple):
     cache_NV: np.ndarray
     read: list[np.ndarray]
 
+    @property
+    def log_probs(self) -> dict[str, np.ndarray]:
+        """The three matrices by their names in `NAMES`."""
+        return dict(
+            zip(NAMES, (self.plain_NV, self.joint_NV, self.cache_NV), strict=True)
+        )
 
-def answers(model: Model, params: Any, lines: Iterable[batches.Batch]) -> Answers:
+
+def answers(model: Model, params: Params, lines: Iterable[batches.Batch]) -> Answers:
     """What a model and its cache predict where the batches have weight."""
 
     @jax.jit
@@ -57,14 +64,15 @@ def answers(model: Model, params: Any, lines: Iterable[batches.Batch]) -> Answer
             cache.cache_log_probs(hidden_BSD, memory, len(output[1])),
         )
 
-    found, read = [], []
+    blocks, read = [], []
     for batch in lines:
         counts_BS = batch.weights_BS != 0
         arrays = [np.asarray(array)[counts_BS] for array in predict(params, batch)]
-        found.append([array[:, : model.vocab] for array in arrays])
+        blocks.append([array[:, : model.vocab] for array in arrays])
         places = zip(*np.nonzero(counts_BS), strict=True)
         read += [batch.ids_BS[row, : place + 1] for row, place in places]
-    return Answers(*map(np.concatenate, zip(*found, strict=True)), read)
+    plain_NV, joint_NV, cache_NV = map(np.concatenate, zip(*blocks, strict=True))
+    return Answers(plain_NV, joint_NV, cache_NV, read)
 
 
 def accuracy_at(log_p_NV: np.ndarray, right_NA: np.ndarray, k: int) -> float:
@@ -83,7 +91,7 @@ def right_answers(read: list[np.ndarray], vocab: Vocab) -> np.ndarray:
     return np.array([words[np.isin(words, nouns)] for words in read])
 
 
-def summarise(run: Run, corpus: Corpus) -> dict[str, Any]:
+def summarize(run: Run, corpus: Corpus) -> dict[str, Any]:
     """Acc@k and rank on the test lines, by the name of the distribution.
 
     The rank is judged in float32, of the head alone and of the head with its cache; the
@@ -91,17 +99,22 @@ def summarise(run: Run, corpus: Corpus) -> dict[str, Any]:
     """
     data = run.config.data
     cut = lines.cut(data, corpus.vocab)
-    found = answers(
+    if cut is None:
+        raise ValueError(
+            f"the answers are lines' ends, and data.unit is {data.unit!r}."
+        )
+    predicted = answers(
         run.model, run.params, cut(corpus.test, data.eval_rows, data.eval_length)
     )
-    right_NA = right_answers(found.read, corpus.vocab)
-    summary = {
+    right_NA = right_answers(predicted.read, corpus.vocab)
+    summary: dict[str, Any] = {
         f"{name}_acc@{k}": accuracy_at(log_p_NV, right_NA, k)
-        for name, log_p_NV in zip(NAMES, found, strict=False)
+        for name, log_p_NV in predicted.log_probs.items()
         for k in PLACES
     }
-    for name, log_p_NV in zip(NAMES[:2], found, strict=False):
-        summary[f"{name}_rank"] = rank.spectrum(log_p_NV, np.float32).rank
+    for name in NAMES[:2]:
+        spectrum = rank.spectrum(predicted.log_probs[name], np.float32)
+        summary[f"{name}_rank"] = spectrum.rank
     return summary
 
 

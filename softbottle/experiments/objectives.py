@@ -7,7 +7,7 @@ at a learning rate, and has the range of every number over the seeds.
 
 import json
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from softbottle import config as config_lib
@@ -22,14 +22,19 @@ DISTRIBUTIONS = dict(
 def run(
     config: config_lib.Config,
     workdir: pathlib.Path | str,
-    objectives: Sequence[str],
-    rates: Sequence[float],
+    rates: Mapping[str, Sequence[float]],
     seeds: Sequence[int],
 ) -> list[dict[str, Any]]:
-    """Train every objective at every learning rate with every seed.
+    """Train every objective at each of its learning rates with every seed.
 
     A seed changes the lines as well as the model. `{seed}` in `train.init_from` stands
     for it, so that each run starts from one that saw the same lines.
+
+    Args:
+        config: a run's settings.
+        workdir: a run's folder in it is called by objective, rate and seed.
+        rates: the learning rates of each objective.
+        seeds: how many, and which.
 
     Returns:
         A row for each objective and rate with the summaries of its seeds, also in
@@ -44,8 +49,8 @@ def run(
             f"{config.data.name!r}."
         )
     workdir, rows = pathlib.Path(workdir), []
-    for objective in objectives:
-        for rate in rates:
+    for objective, learning_rates in rates.items():
+        for rate in learning_rates:
             runs = []
             for seed in seeds:
                 variant = config_lib.from_dict(config_lib.to_dict(config))
@@ -55,7 +60,7 @@ def run(
                     start = variant.train.init_from.replace("{seed}", str(seed))
                     variant.train.init_from = start
                 folder = workdir / f"{objective}-{rate:g}-{seed}"
-                runs.append(sweep.trained(variant, folder))
+                runs.append(sweep.train(variant, folder))
             rows.append({"objective": objective, "rate": rate, "runs": runs})
     (workdir / "objectives.json").write_text(json.dumps(rows, indent=2))
     (workdir / "objectives.md").write_text(table(rows) + "\n")

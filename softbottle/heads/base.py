@@ -53,10 +53,15 @@ class Head(abc.ABC):
 
     def __repr__(self) -> str:
         """The call that makes this head; settings that are None are left out."""
-        fields = sorted(dataclasses.fields(self), key=lambda field: bool(field.kw_only))
-        values = {field.name: getattr(self, field.name) for field in fields}
+        values = {name: getattr(self, name) for name in self.settings()}
         settings = (f"{k}={v!r}" for k, v in values.items() if v is not None)
         return f"{self.name}({', '.join(settings)})"
+
+    @classmethod
+    def settings(cls) -> list[str]:
+        """The names of the settings, in the order of the call."""
+        fields = sorted(dataclasses.fields(cls), key=lambda field: bool(field.kw_only))
+        return [field.name for field in fields]
 
     @property
     def contexts(self) -> int:

@@ -44,10 +44,7 @@ def settings(name: str) -> list[str]:
     """
     if name not in HEADS:
         raise ValueError(f"head.name must be one of {tuple(HEADS)}, got {name!r}.")
-    fields = sorted(
-        dataclasses.fields(HEADS[name]), key=lambda field: bool(field.kw_only)
-    )
-    return [field.name for field in fields]
+    return HEADS[name].settings()
 
 
 def from_config(config: config_lib.Head) -> Head:

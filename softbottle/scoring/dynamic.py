@@ -16,7 +16,7 @@ parameter arrays instead of averaging; `from_sums` converts its numbers.
 
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ import numpy as np
 import tqdm
 
 from softbottle.data import batches
-from softbottle.model import Model
+from softbottle.model import Model, Params
 from softbottle.training.evaluate import Evaluation
 
 
@@ -54,7 +54,7 @@ def from_sums(
     decay: float,
     epsilon: float,
     train: np.ndarray,
-    params: Any,
+    params: Params,
     length: int = DEFAULT.length,
 ) -> Settings:
     """Settings given in the older convention of sums.
@@ -76,8 +76,8 @@ def from_sums(
 
 
 def root_mean_squares(
-    model: Model, params: Any, train: np.ndarray, settings: Settings
-) -> Any:
+    model: Model, params: Params, train: np.ndarray, settings: Settings
+) -> Params:
     """sqrt(mean of g^2) of every parameter over training batches."""
 
     @jax.jit
@@ -99,7 +99,7 @@ def root_mean_squares(
 
 def evaluate(
     model: Model,
-    params: Any,
+    params: Params,
     train: np.ndarray,
     ids: np.ndarray,
     settings: Settings = DEFAULT,
@@ -165,7 +165,7 @@ def _decay_rates(scale, decay):
     return jax.tree.map(lambda ms: jnp.minimum(ms / mean, most), scale)
 
 
-def _stretches(ids, length) -> Iterator[batches.Batch]:
+def _stretches(ids: np.ndarray, length: int) -> Iterator[batches.Batch]:
     """Segments stacked along a first axis, a thousand at a time, then the rest."""
     waiting = []
     for batch in batches.evaluation(ids, 1, length):

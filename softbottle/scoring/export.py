@@ -104,7 +104,7 @@ def read(folder: pathlib.Path | str, workdir: pathlib.Path | str) -> None:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _index(folder) -> dict[str, Any]:
+def _index(folder: pathlib.Path) -> dict[str, Any]:
     """The index, whose entries are of the types that `write` gives them."""
     path = _plain(folder / _INDEX)
     if path.stat().st_size > _INDEX_BYTES:

@@ -9,7 +9,7 @@ so far: every state is remembered, once, with the word that followed it.
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -113,8 +113,8 @@ def make_continuer(
 class _Programs(NamedTuple):
     """Compiled functions of a model: its states, and a word drawn from them."""
 
-    hidden: Callable[..., Any]
-    next_word: Callable[..., jax.Array]
+    hidden: jax.stages.Wrapped
+    next_word: jax.stages.Wrapped
 
 
 @functools.lru_cache(maxsize=8)
@@ -130,11 +130,11 @@ def _programs(model, temperature, top_k, top_p, cache):
 
 
 class _Past(NamedTuple):
-    """States and the words that followed them; the first `count` are real."""
+    """States and the words that followed them; the first `filled` are real."""
 
     states_MD: jax.Array
     words_M: jax.Array
-    count: jax.Array
+    filled: jax.Array
 
 
 def _empty(size, hidden_CD):
@@ -145,14 +145,14 @@ def _empty(size, hidden_CD):
 @jax.jit
 def _remember(past, states_CD, words_C):
     return _Past(
-        jax.lax.dynamic_update_slice(past.states_MD, states_CD, (past.count, 0)),
-        jax.lax.dynamic_update_slice(past.words_M, words_C, (past.count,)),
-        past.count + len(words_C),
+        jax.lax.dynamic_update_slice(past.states_MD, states_CD, (past.filled, 0)),
+        jax.lax.dynamic_update_slice(past.words_M, words_C, (past.filled,)),
+        past.filled + len(words_C),
     )
 
 
 def _memory(past):
-    seen_1M = (jnp.arange(len(past.words_M)) < past.count)[None]
+    seen_1M = (jnp.arange(len(past.words_M)) < past.filled)[None]
     return given(past.states_MD[None], past.words_M[None], seen_1M, positions=1)
 
 

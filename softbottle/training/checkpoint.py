@@ -18,7 +18,7 @@ import pathlib
 import shutil
 import threading
 import warnings
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,8 @@ MANIFEST = "manifest.json"
 FORMAT = 1
 # How many damaged steps of a folder are kept for whoever wants to look into them.
 BROKEN_KEPT = 2
+# A pytree of arrays, or of their shapes.
+Tree = TypeVar("Tree")
 
 
 class CheckpointError(RuntimeError):
@@ -118,7 +120,7 @@ class Checkpoints:
         self._sealing.start()
         Checkpoints._saving = self
 
-    def restore(self, like: Any) -> tuple[Any, dict[str, Any]]:
+    def restore(self, like: Tree) -> tuple[Tree, dict[str, Any]]:
         """The newest step: (tree, host), as `read_newest` gives it."""
         return read_newest(self._folder, like)
 
@@ -165,10 +167,10 @@ class Checkpoints:
         if self._keep is None:
             return
         sealed = sealed_steps(self._folder)
-        kept = sealed[-self._keep :]
+        retained = sealed[-self._keep :]
         if needed_at is not None:
-            kept += [step for step in sealed if step <= needed_at][-1:]
-        for step in set(sealed) - set(kept):
+            retained += [step for step in sealed if step <= needed_at][-1:]
+        for step in set(sealed) - set(retained):
             _delete(self._folder / str(step))
 
     def _failure(self, error):
@@ -180,7 +182,7 @@ class Checkpoints:
         )
 
 
-def read_newest(folder: pathlib.Path, like: Any) -> tuple[Any, dict[str, Any]]:
+def read_newest(folder: pathlib.Path, like: Tree) -> tuple[Tree, dict[str, Any]]:
     """The newest complete step of a folder, which is not changed: (tree, host).
 
     Args:
@@ -219,7 +221,7 @@ def read_host(folder: pathlib.Path, step: int) -> dict[str, Any]:
     return host
 
 
-def read(folder: pathlib.Path, step: int, like: Any) -> tuple[Any, dict[str, Any]]:
+def read(folder: pathlib.Path, step: int, like: Tree) -> tuple[Tree, dict[str, Any]]:
     """One step of a folder, as `read_newest` gives the newest: (tree, host).
 
     Raises:
@@ -234,7 +236,7 @@ def read(folder: pathlib.Path, step: int, like: Any) -> tuple[Any, dict[str, Any
     arguments = ocp.args.Composite(tree=ocp.args.StandardRestore(abstract))
     try:
         with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
-            found = reader.restore(folder.absolute() / str(step), args=arguments)
+            restored = reader.restore(folder.absolute() / str(step), args=arguments)
     except (ValueError, KeyError) as error:
         raise CheckpointError(
             f"step {step} in {folder} does not fit this model: {error}"
@@ -246,7 +248,7 @@ def read(folder: pathlib.Path, step: int, like: Any) -> tuple[Any, dict[str, Any
     tree = jax.tree.map(
         lambda leaf, value: value if leaf.size else jnp.zeros_like(leaf),
         like,
-        found["tree"],
+        restored["tree"],
     )
     return tree, host
 

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +12,15 @@ from jax.sharding import Mesh
 
 from softbottle import heads, sharding
 from softbottle.data import batches
-from softbottle.model import Model
+from softbottle.model import Model, Params
 from softbottle.ops.cache import api as cache
 from softbottle.training import metrics
 
 _POSITIONS = 1024  # whose states are handed on together
 
 
-class Evaluation(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
     """Sum of the negative log-likelihoods, and how many tokens it is over.
 
     `hits` is to how many of them a cache, where there is one, gives most of its mass.
@@ -46,7 +47,7 @@ def make_evaluator(
     cached: bool = False,
     cut: Callable[[np.ndarray, int, int], Iterator[batches.Batch]] | None = None,
     mesh: Mesh | None = None,
-) -> Callable[..., Evaluation]:
+) -> Callable[[Params, np.ndarray, int, int], Evaluation]:
     """A compiled `evaluate(params, ids, rows, length) -> Evaluation`.
 
     Every token but the first is predicted once, and the mean divides by their number.
@@ -109,7 +110,7 @@ class Joint(NamedTuple):
 
 
 def evaluate_with_cache(
-    model: Model, params: Any, ids: np.ndarray, length: int, kind: Pointer | Joint
+    model: Model, params: Params, ids: np.ndarray, length: int, kind: Pointer | Joint
 ) -> Evaluation:
     """Score a text, read as one row, with a cache of the states before each word."""
 
@@ -172,7 +173,7 @@ def _empty_past(model, params, window):
 
 
 def states(
-    model: Model, params: Any, ids: np.ndarray, rows: int, length: int
+    model: Model, params: Params, ids: np.ndarray, rows: int, length: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """What the trunk makes of a text, a block of positions at a time.
 
@@ -200,11 +201,12 @@ def states(
             real_BS = batch.weights_BS > 0
             hidden_CD = np.asarray(hidden_BSD.astype(jnp.float32))[real_BS]
             block.append((hidden_CD, batch.ids_BS[real_BS], batch.labels_BS[real_BS]))
-        yield tuple(np.concatenate(part) for part in zip(*block, strict=True))
+        hidden_CD, read_C, follow_C = map(np.concatenate, zip(*block, strict=True))
+        yield hidden_CD, read_C, follow_C
 
 
 def log_probs(
-    model: Model, params: Any, ids: np.ndarray, positions: int, length: int
+    model: Model, params: Params, ids: np.ndarray, positions: int, length: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Log-probabilities along the start of a text, read as one row.
 
@@ -216,8 +218,9 @@ def log_probs(
     exact = dataclasses.replace(model.options, compute_dtype=None)
     rows, words = [], []
     for hidden_TD, previous_T, _ in states(model, params, ids, 1, length):
+        states_TD = jnp.asarray(hidden_TD)
         rows.append(
-            model.head.log_probs(*model.output(params), hidden_TD, options=exact)
+            model.head.log_probs(*model.output(params), states_TD, options=exact)
         )
         words.append(previous_T)
     log_p_TV = np.concatenate([np.asarray(part) for part in rows])

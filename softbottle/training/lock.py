@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 import uuid
+from typing import Any
 
 FILE = "lock"
 BEAT_SECONDS = 10.0
@@ -59,7 +60,7 @@ class Lock:
         except BaseException:
             os.close(self._file)
             raise
-        self._lost: dict | None = None
+        self._lost: dict[str, Any] | None = None
         self._done = threading.Event()
         self._beating = threading.Thread(target=self._beats, daemon=True)
         self._beating.start()

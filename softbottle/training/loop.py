@@ -36,7 +36,6 @@ from softbottle.training import (
 )
 from softbottle.training import state as state_lib
 from softbottle.training import step as step_lib
-from softbottle.training.state import TrainState
 
 
 @dataclasses.dataclass
@@ -60,7 +59,7 @@ class Trainer(NamedTuple):
     mesh: Mesh | None
     corpus: Corpus
     model: model_lib.Model
-    step: Callable[..., tuple[TrainState, dict[str, jax.Array]]]
+    step: jax.stages.Wrapped
     evaluate: Callable[..., evaluate.Evaluation]
     stream: Stream | lines.Lines
     latest: checkpoint.Checkpoints

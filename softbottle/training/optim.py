@@ -11,7 +11,7 @@ a given epoch ("et"), or at once ("now").
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,10 +23,11 @@ from softbottle import config as config_lib
 class Averaged(NamedTuple):
     """The state of `averaged`: the inner optimiser's, and the running mean."""
 
-    inner: Any
+    inner: optax.OptState
     active: jax.Array
-    count: jax.Array
-    mean: Any
+    # A tuple's method is called so too, but checkpoints have the field by this name.
+    count: jax.Array  # type: ignore[assignment]
+    mean: optax.Params
 
 
 def make(config: config_lib.Optim) -> optax.GradientTransformationExtraArgs:
@@ -94,12 +95,12 @@ def start_averaging(opt_state: Averaged) -> Averaged:
     return opt_state._replace(active=opt_state.active | True)
 
 
-def is_averaging(opt_state: Any) -> bool:
+def is_averaging(opt_state: optax.OptState) -> bool:
     """Whether the mean is being kept (and is what should be evaluated)."""
     return isinstance(opt_state, Averaged) and bool(opt_state.active)
 
 
-def evaluation_params(opt_state: Any, params: Any) -> Any:
+def evaluation_params(opt_state: optax.OptState, params: optax.Params) -> optax.Params:
     """The mean once it has begun, the parameters themselves before."""
     begun = is_averaging(opt_state) and int(opt_state.count) > 0
     return opt_state.mean if begun else params

@@ -12,16 +12,18 @@ import json
 import pathlib
 import warnings
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import flax.struct
 import jax
+import optax
 from jax.sharding import Mesh
 
 from softbottle import config as config_lib
 from softbottle import files, model, sharding
 from softbottle.data import corpus as corpus_lib
-from softbottle.data.vocab import Corpus, Vocab
+from softbottle.data.vocab import Corpus, Split, Vocab
+from softbottle.model import Params
 from softbottle.training import checkpoint
 
 
@@ -30,8 +32,8 @@ class TrainState:
     """All that a step changes."""
 
     step: jax.Array
-    params: Any
-    opt_state: Any
+    params: Params
+    opt_state: optax.OptState
     carry: Any
 
 
@@ -41,7 +43,7 @@ class Run(NamedTuple):
     config: config_lib.Config
     vocab: Vocab
     model: model.Model
-    params: Any
+    params: Params
     step: int
 
 
@@ -78,7 +80,7 @@ def write_run(
 
 def load_run(
     workdir: pathlib.Path | str,
-    compute_dtype: str | None = None,
+    compute_dtype: Literal["float32", "bfloat16"] | None = None,
     mesh: Mesh | None = None,
 ) -> Run:
     """The model of a run with its best parameters.
@@ -108,7 +110,7 @@ def load_run(
 
 
 def load_corpus(
-    workdir: pathlib.Path | str, run: Run, split: str, path: str | None = None
+    workdir: pathlib.Path | str, run: Run, split: Split, path: str | None = None
 ) -> Corpus:
     """The corpus of a run, checked to have the run's words and its text of a split.
 
@@ -131,9 +133,9 @@ def load_corpus(
             f"the {len(run.vocab):,} of the run in {workdir}."
         )
     if stored.get(split, digest[split]) != digest[split]:
-        named = ", ".join(map(str, corpus_lib.files(data).get(split, [data.name])))
+        names = ", ".join(map(str, corpus_lib.files(data).get(split, [data.name])))
         raise ValueError(
-            f"the {split} text is not the one that the run in {workdir} has: {named} "
+            f"the {split} text is not the one that the run in {workdir} has: {names} "
             "changed since it was trained."
         )
     return corpus
@@ -198,15 +200,15 @@ def _check_corpus(workdir, config, vocab, digest):
     """Raise unless words and text are the run's; a damaged vocab.txt may be mended."""
     stored = text_digest(workdir)
     try:
-        found = Vocab.load(workdir / "vocab.txt").digest
+        on_disk = Vocab.load(workdir / "vocab.txt").digest
     except (OSError, ValueError):
-        found = None
-    if stored.get("vocab", found) != digest["vocab"]:
+        on_disk = None
+    if stored.get("vocab", on_disk) != digest["vocab"]:
         raise ValueError(
             f"the corpus's vocabulary ({len(vocab):,} words) is not the one that "
             f"the run in {workdir} was trained with."
         )
-    if found != digest["vocab"]:
+    if on_disk != digest["vocab"]:
         warnings.warn(
             f"{workdir / 'vocab.txt'} was damaged; it is written anew.", stacklevel=4
         )
@@ -215,10 +217,10 @@ def _check_corpus(workdir, config, vocab, digest):
     ]
     if changed:
         paths = corpus_lib.files(config.data)
-        named = [str(path) for name in changed for path in paths.get(name, [])]
+        names = [str(path) for name in changed for path in paths.get(name, [])]
         raise ValueError(
             f"the run in {workdir} was trained on another text: {', '.join(changed)} "
-            f"changed ({', '.join(named) or config.data.name}). Give the text it was "
+            f"changed ({', '.join(names) or config.data.name}). Give the text it was "
             "started with, or another --workdir."
         )
 

@@ -4,8 +4,6 @@ The key of a step is a function of (seed, step). On a mesh every array of the st
 one place (sharding.py), before a step and after it, so that a step is compiled once.
 """
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 import optax
@@ -24,7 +22,7 @@ def make_step(
     model: model_lib.Model,
     tx: optax.GradientTransformationExtraArgs,
     mesh: Mesh | None = None,
-) -> Callable[..., tuple[TrainState, dict[str, jax.Array]]]:
+) -> jax.stages.Wrapped:
     """A compiled `step(state, batch, fresh) -> (state, metrics)`; `state` is donated.
 
     `fresh` says that the batch begins an epoch, so that no carry fits it. The learning

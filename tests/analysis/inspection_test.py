@@ -91,7 +91,8 @@ def test_every_field_that_an_instrument_needs_has_its_reason():
 
 
 def test_heads_of_limited_rank_are_trained_on_request(workdirs, monkeypatch):
-    quick = functools.partial(lowrank.train, steps=5)
+    short = lowrank.FROM_SCRATCH._replace(steps=5)
+    quick = functools.partial(lowrank.train, training=short)
     monkeypatch.setattr(lowrank, "train", quick)
     (section,) = inspection.of_runs(workdirs[1:], ["lowrank"], positions=200)
     assert list(section.numbers["softmax"]["ranks_R"]) == [1, 2, 3]

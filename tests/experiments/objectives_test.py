@@ -37,7 +37,8 @@ def trained(monkeypatch):
 def test_every_objective_rate_and_seed_is_a_run_of_its_own(trained, tmp_path):
     config = make_config()
     config.train.init_from = "somewhere/plain-{seed}"
-    rows = objectives.run(config, tmp_path, ["plain", "trime"], [1e-3, 0.02], [0, 3])
+    rates = dict.fromkeys(["plain", "trime"], [1e-3, 0.02])
+    rows = objectives.run(config, tmp_path, rates, [0, 3])
     assert list(trained) == [
         *("plain-0.001-0", "plain-0.001-3", "plain-0.02-0", "plain-0.02-3"),
         *("trime-0.001-0", "trime-0.001-3", "trime-0.02-0", "trime-0.02-3"),
@@ -66,10 +67,10 @@ def test_a_text_without_right_answers_is_refused(tmp_path):
     config = make_config()
     config.data.name = "ptb"
     with pytest.raises(ValueError, match="templates, and data.name is 'ptb'"):
-        objectives.run(config, tmp_path, ["plain"], [1e-3], [0])
+        objectives.run(config, tmp_path, {"plain": [1e-3]}, [0])
 
 
 def test_objectives_asked_to_stop_say_so(monkeypatch, tmp_path):
     monkeypatch.setattr(sweep.trial, "run", lambda config, workdir: {})
     with pytest.raises(SystemExit, match="asked to stop"):
-        objectives.run(make_config(), tmp_path, ["plain"], [1e-3], [0])
+        objectives.run(make_config(), tmp_path, {"plain": [1e-3]}, [0])

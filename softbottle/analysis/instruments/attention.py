@@ -33,8 +33,8 @@ import numpy as np
 from scipy import stats
 
 from softbottle.analysis import drawing, report
-from softbottle.analysis.capture import Capture
-from softbottle.analysis.instruments import normalisers
+from softbottle.analysis.capture import Capture, present
+from softbottle.analysis.instruments import normalizers
 from softbottle.analysis.settings import Settings
 
 COUNTS = (1, 2, 5, 10, 20, 50, 100)  # numbers of tokens that may be selected
@@ -100,7 +100,7 @@ class Limits(NamedTuple):
 
 
 def length_law(
-    bound: float, lengths: Sequence[int], temperature: float = 1.0
+    bound: float, lengths: Sequence[int] | np.ndarray, temperature: float = 1.0
 ) -> np.ndarray:
     """The least and the most a softmax weight over L tokens can be, for each L.
 
@@ -138,12 +138,14 @@ def selection(weights_RL: np.ndarray, values_LD: np.ndarray, count: int) -> Sele
     summed_RD = weights_RL @ values_LD - (1 + left) * sum_RD
     radius_R1 = away_RL[:, count:].min(axis=-1, keepdims=True)
     delta = apart_LL[np.triu_indices_from(apart_LL, 1)].min()
+    lower_R, upper_R = _separability(picked_RN, radius_R1, norm_L.max(), delta)
     return Selection(
         away_RL[:, count:].sum(axis=-1),
         widest_R * rest_R + largest_R * (left * mass_R - rest_R),
         np.linalg.norm(summed_RD, axis=-1),
         np.mean(away_RL[:, :count] <= radius_R1, axis=-1),
-        *_separability(picked_RN, radius_R1, norm_L.max(), delta),
+        lower_R,
+        upper_R,
         0.5 * np.abs(picked_RN / mass_R[:, None] - 1 / count).sum(axis=-1),
     )
 
@@ -195,13 +197,13 @@ def sensitivity(
     Raises:
         ValueError: if a logit is not finite, or the temperature or step not positive.
     """
-    logits_RL = normalisers.finite("logits", logits_RL)
+    logits_RL = normalizers.finite("logits", logits_RL)
     if temperature <= 0 or step <= 0:
         raise ValueError(f"need T > 0 and eps > 0, got {temperature} and {step}.")
     direction_RL = np.random.default_rng(seed).normal(size=logits_RL.shape)
     direction_RL /= np.linalg.norm(direction_RL, axis=-1, keepdims=True)
     before_RL, after_RL = (
-        normalisers.softmax(some_RL, temperature)
+        normalizers.softmax(some_RL, temperature)
         for some_RL in (logits_RL, logits_RL + step * direction_RL)
     )
     return np.linalg.norm(after_RL - before_RL, axis=-1) / step
@@ -211,15 +213,15 @@ def limits(
     logits_RL: np.ndarray,
     values_LD: np.ndarray,
     counts: Sequence[int],
-    temperatures: Sequence[float],
+    temperatures: Sequence[float] | np.ndarray,
 ) -> Limits:
     """Measure everything on given logits, for each of `normalisers.ALL`.
 
     Raises:
         ValueError: as `selection` and `sensitivity` do.
     """
-    logits_RL = normalisers.finite("logits", logits_RL)
-    weights = {name: apply(logits_RL) for name, apply in normalisers.ALL.items()}
+    logits_RL = normalizers.finite("logits", logits_RL)
+    weights = {name: apply(logits_RL) for name, apply in normalizers.ALL.items()}
     length = logits_RL.shape[-1]
     lengths_N = np.unique(np.geomspace(min(4, length), length, 9).astype(int))
     return Limits(
@@ -235,7 +237,7 @@ def limits(
         lengths_N,
         {
             name: np.array([apply(logits_RL[:, :n]).max(-1).mean() for n in lengths_N])
-            for name, apply in normalisers.ALL.items()
+            for name, apply in normalizers.ALL.items()
         },
         length_law(np.abs(logits_RL).max(), lengths_N),
         np.asarray(temperatures),
@@ -301,15 +303,19 @@ def inspect(captures: Sequence[Capture], settings: Settings) -> report.Section:
     """The section on an attention layer's own arrays, of which a file has one set."""
     del settings
     (capture,) = captures
-    return section(survey(*capture.attention_rows))
+    return section(survey(*present("attention_rows", capture.attention_rows)))
 
 
-def _draw_selections(distance, inside, name, counts_N, some):
-    (line,) = distance.plot(counts_N, [x.distance_R.mean() for x in some], label=name)
+def _draw_selections(distance, inside, name, counts_N, selections):
+    (line,) = distance.plot(
+        counts_N, [x.distance_R.mean() for x in selections], label=name
+    )
     color = line.get_color()
-    distance.plot(counts_N, [x.bound_R.mean() for x in some], "--", color=color)
-    inside.plot(counts_N, [x.inside_R.mean() for x in some], color=color, label=name)
-    inside.plot(counts_N, [x.uneven_R.mean() for x in some], ":", color=color)
+    distance.plot(counts_N, [x.bound_R.mean() for x in selections], "--", color=color)
+    inside.plot(
+        counts_N, [x.inside_R.mean() for x in selections], color=color, label=name
+    )
+    inside.plot(counts_N, [x.uneven_R.mean() for x in selections], ":", color=color)
 
 
 def _away(weights_RL, values_LD, order_RL, count):
@@ -349,8 +355,8 @@ def _distances(values_LD):
 
 
 def _checked(weights_RL, values_LD, counts):
-    weights_RL = normalisers.finite("weights", weights_RL)
-    values_LD = normalisers.finite("values", values_LD)
+    weights_RL = normalizers.finite("weights", weights_RL)
+    values_LD = normalizers.finite("values", values_LD)
     if values_LD.ndim != 2 or weights_RL.shape[1:] != values_LD.shape[:1]:
         raise ValueError(
             f"weights of shape {weights_RL.shape} and values of {values_LD.shape} are "

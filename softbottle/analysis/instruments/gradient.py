@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from softbottle.analysis import drawing, report
-from softbottle.analysis.capture import Capture, bias_or_zeros, real
+from softbottle.analysis.capture import Capture, bias_or_zeros, present, real
 from softbottle.analysis.settings import Settings
 from softbottle.ops.mixture.activations import SOFTMAX, Activation
 
@@ -82,21 +82,22 @@ def measure(
         ValueError: if the shapes do not fit, an entry is not finite, a label is not a
             word, or a rank is not in [1, width].
     """
-    named = {"prior": log_prior_TK, "contexts": context_TKE}
-    named |= {"table": table_VE, "bias": bias_V}
-    arrays = [real(name, array, None) for name, array in named.items()]
+    log_prior_TK = real("prior", log_prior_TK, None)
+    context_TKE = real("contexts", context_TKE, None)
+    table_VE = real("table", table_VE, None)
+    bias_V = real("bias", bias_V, None)
     labels_T = np.asarray(labels_T)
-    _check(*arrays, labels_T)
-    basis_VE = column_space(arrays[2])
+    _check(log_prior_TK, context_TKE, table_VE, bias_V, labels_T)
+    basis_VE = column_space(table_VE)
     width = basis_VE.shape[1]
     if not all(1 <= r <= width for r in ranks):
         raise ValueError(
             f"the head has {width} directions; ranks must be in [1, {width}], got "
             f"{list(ranks)}."
         )
-    fixed = (*arrays[2:], basis_VE, activation.theta, activation.apply)
+    fixed = (table_VE, bias_V, basis_VE, activation.theta, activation.apply)
     chunks = [
-        _squares(labels_T[chunk], arrays[0][chunk], arrays[1][chunk], *fixed)
+        _squares(labels_T[chunk], log_prior_TK[chunk], context_TKE[chunk], *fixed)
         for chunk in _chunks(len(labels_T))
     ]
     parts = (np.concatenate(part) for part in zip(*chunks, strict=True))
@@ -133,9 +134,16 @@ def inspect(captures: Sequence[Capture], settings: Settings) -> report.Section:
 
 
 def _of_capture(capture):
-    log_prior_TK, context_TKE, labels_T, activation, ranks = capture.mixed
-    table = capture.table_VE, bias_or_zeros(capture)
-    return measure(log_prior_TK, context_TKE, *table, labels_T, activation, ranks)
+    mixed = present("mixed", capture.mixed)
+    return measure(
+        mixed.log_prior_TK,
+        mixed.context_TKE,
+        present("table_VE", capture.table_VE),
+        bias_or_zeros(capture),
+        mixed.labels_T,
+        mixed.activation,
+        mixed.ranks,
+    )
 
 
 def section(heads: dict[str, Gradient]) -> report.Section:

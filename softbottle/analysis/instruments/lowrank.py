@@ -56,6 +56,26 @@ class LowRank(NamedTuple):
     own: float | None = None
 
 
+class Training(NamedTuple):
+    """How the head of each rank is trained.
+
+    Attributes:
+        steps: of Adam, with a cosine decay of the learning rate.
+        batch: states per step.
+        learning_rate: its peak.
+        seed: of the batches, and of the start where that is random.
+    """
+
+    steps: int
+    batch: int
+    learning_rate: float
+    seed: int = 0
+
+
+FROM_SCRATCH = Training(steps=1000, batch=512, learning_rate=2e-2)
+FROM_OWN = Training(steps=300, batch=256, learning_rate=1e-3)
+
+
 class Own(NamedTuple):
     """A model's own head, softmax(h W' + b)."""
 
@@ -69,10 +89,7 @@ def train(
     vocab: int,
     ranks: Sequence[int],
     table_VE: np.ndarray | None = None,
-    steps: int = 1000,
-    batch: int = 512,
-    learning_rate: float = 2e-2,
-    seed: int = 0,
+    training: Training = FROM_SCRATCH,
 ) -> LowRank:
     """Train a head of each rank on nine tenths of the states and test it on the rest.
 
@@ -82,10 +99,7 @@ def train(
         vocab: how many words there are.
         ranks: from 1 to D.
         table_VE: the model's own table, for its W-error.
-        steps: Adam steps for each rank, with a cosine fall.
-        batch: states per step.
-        learning_rate: its peak.
-        seed: of the start and of the batches.
+        training: of each head.
 
     Raises:
         ValueError: if the states are not finite or too few, a label is not a word, or
@@ -96,7 +110,7 @@ def train(
     split = _split(hidden_ND, labels_N)
 
     def start(rank):
-        init_key, table_key = jax.random.split(jax.random.key(seed))
+        init_key, table_key = jax.random.split(jax.random.key(training.seed))
         table_VE = rank**-0.5 * jax.random.normal(table_key, (vocab, rank))
         params = heads.lowrank(rank).init(init_key, hidden_ND.shape[1], rank)
         return params, table_VE, jnp.zeros(vocab)
@@ -106,7 +120,7 @@ def train(
         weights_B = jnp.full(len(labels_B), 1 / len(labels_B))
         return head.loss(*output, hidden_BD, labels_B, weights_B)
 
-    fit = _fit(loss, steps, batch, learning_rate, seed)
+    fit = _fit(loss, training)
     losses = [_mean_losses(fit, start(rank), split)[1] for rank in ranks]
     w_error_R = _w_error(table_VE, ranks)
     return LowRank(np.array(ranks), np.array(losses), w_error_R, _knee(ranks, losses))
@@ -117,10 +131,7 @@ def cut(
     labels_N: np.ndarray,
     ranks: Sequence[int],
     own: Own,
-    steps: int = 300,
-    batch: int = 256,
-    learning_rate: float = 1e-3,
-    seed: int = 0,
+    training: Training = FROM_OWN,
 ) -> LowRank:
     """As `train`, but each head starts from the model's own, and learns from it.
 
@@ -129,10 +140,7 @@ def cut(
         labels_N: the words that follow them, by which heads are judged.
         ranks: from 1 to D.
         own: the model's own head; its rows are the words there are.
-        steps: Adam steps for each rank, with a cosine fall.
-        batch: states per step.
-        learning_rate: its peak.
-        seed: of the batches.
+        training: of each head.
 
     Raises:
         ValueError: as `train`, and if the table has another width than the states.
@@ -152,7 +160,7 @@ def cut(
         own_BV, log_p_BV = _log_probs(whole, hidden_BD), _log_probs(output, hidden_BD)
         return -jnp.mean(jnp.sum(jnp.exp(own_BV) * log_p_BV, axis=1))
 
-    fit = _fit(loss, steps, batch, learning_rate, seed)
+    fit = _fit(loss, training)
     starts = (_cut(root_DD, basis_DD[:, :rank], own, split.scale) for rank in ranks)
     losses_R2 = np.array([_mean_losses(fit, start, split) for start in starts])
     before_R, after_R = losses_R2.T
@@ -277,11 +285,12 @@ def _of_capture(capture):
     return cut(hidden_ND, labels_N, ranks, own)
 
 
-def _fit(loss, steps, batch, learning_rate, seed):
+def _fit(loss, training):
     """A compiled training: (output, states, labels) -> output.
 
     `loss` maps (output, some of the states, their labels) to what is lowered.
     """
+    steps, batch, learning_rate, seed = training
     tx = optax.adam(optax.cosine_decay_schedule(learning_rate, steps))
 
     @jax.jit

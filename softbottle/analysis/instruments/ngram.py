@@ -25,13 +25,13 @@ of a smaller matrix with the same G.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from scipy import sparse
 
 from softbottle.analysis import drawing, report
-from softbottle.analysis.capture import Capture
+from softbottle.analysis.capture import Capture, Text, present
 from softbottle.analysis.settings import Settings
 
 _PASSES = 6
@@ -208,26 +208,27 @@ def section(
 
 def inspect(captures: Sequence[Capture], settings: Settings) -> report.Section:
     """One line per text: models that read the same one share it."""
-    readers: dict[Any, list[Capture]] = {}
-    for capture in captures:
+    texts = [present("text", capture.text) for capture in captures]
+    readers: dict[str | int, list[tuple[Capture, Text]]] = {}
+    for capture, text in zip(captures, texts, strict=True):
         alone = capture.table_VE is None
-        key = capture.name if alone else hash(capture.text.ids.tobytes())
-        readers.setdefault(key, []).append(capture)
+        key = capture.name if alone else hash(text.ids.tobytes())
+        readers.setdefault(key, []).append((capture, text))
     errors, widths = {}, {}
     for group in readers.values():
-        text, names = group[0].text, ", ".join(capture.name for capture in group)
+        text, names = group[0][1], ", ".join(capture.name for capture, _ in group)
         title = text.title.format(names)
         errors[title] = _of_text(text, settings)
         widths[title] = {
             capture.name: capture.table_VE.shape[1]
-            for capture in group
+            for capture, _ in group
             if capture.table_VE is not None
         }
     compared = section(errors, widths)
     if any(widths.values()):
         return compared
     # Texts without a model are cut to one length and one number of words.
-    length, vocab = len(captures[0].text.ids), captures[0].text.vocab
+    length, vocab = len(texts[0].ids), texts[0].vocab
     reading = (
         f"{compared.reading} Of each text the first {length:,} words, {vocab:,} of "
         "them told apart."

@@ -21,7 +21,8 @@ import numpy as np
 from scipy import special
 
 from softbottle import ops
-from softbottle.analysis.capture import Capture, bias_or_zeros, joined
+from softbottle.analysis.capture import Capture, bias_or_zeros, joined, present
+from softbottle.analysis.settings import Precision
 from softbottle.ops import Vocabulary
 
 _BLOCK = 256  # positions, or words, whose logits are held at a time
@@ -35,13 +36,13 @@ class Block(NamedTuple):
     log_label_CK: jax.Array
 
 
-def mixtures(capture: Capture, precision: str = "float32") -> Iterator[Block]:
+def mixtures(capture: Capture, precision: Precision = "float32") -> Iterator[Block]:
     """The predictions of a capture's own head, a block of its tokens at a time.
 
     The states are in the trunk's precision and the head computes in the one asked for.
     That is all a rank needs: its bounds hold whatever the states are.
     """
-    head, output, options = capture.readout
+    head, output, options = present("readout", capture.readout)
     options = dataclasses.replace(options, compute_dtype=None)
 
     @jax.jit
@@ -54,7 +55,7 @@ def mixtures(capture: Capture, precision: str = "float32") -> Iterator[Block]:
         log_label_CK = score_CK - lse_CK
         return Block(log_p_CV[:, : options.vocab], log_prior_CK, log_label_CK)
 
-    for hidden_CD, labels_C in capture.tokens:
+    for hidden_CD, labels_C in present("tokens", capture.tokens):
         with jax.enable_x64(precision == "float64"):
             inputs = jax.tree.map(
                 lambda leaf: jnp.asarray(leaf, precision), (output, hidden_CD)
@@ -63,7 +64,7 @@ def mixtures(capture: Capture, precision: str = "float32") -> Iterator[Block]:
         yield block
 
 
-def rows(capture: Capture, precision: str = "float32") -> Iterator[np.ndarray]:
+def rows(capture: Capture, precision: Precision = "float32") -> Iterator[np.ndarray]:
     """log P of a softmax in blocks of positions."""
     hidden_ND, table_VD, bias_V = _softmax(capture, precision)
     for start in range(0, len(hidden_ND), _BLOCK):
@@ -71,7 +72,7 @@ def rows(capture: Capture, precision: str = "float32") -> Iterator[np.ndarray]:
         yield special.log_softmax(logits_CV, axis=1)
 
 
-def columns(capture: Capture, precision: str) -> Iterator[np.ndarray]:
+def columns(capture: Capture, precision: Precision) -> Iterator[np.ndarray]:
     """The transpose of log P of a softmax in blocks of words."""
     hidden_ND, table_VD, bias_V = _softmax(capture, precision)
     lse_N = np.concatenate(

@@ -24,11 +24,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from softbottle.analysis import drawing, report
-from softbottle.analysis.capture import Capture, joined, real
+from softbottle.analysis.capture import Capture, joined, present, real
 from softbottle.analysis.instruments import mixture, predictions
-from softbottle.analysis.settings import Settings
+from softbottle.analysis.settings import Precision, Settings
 
-PRECISIONS = ("float32", "float64")
+PRECISIONS: tuple[Precision, ...] = ("float32", "float64")
 LOSSES = (1e-3, 1e-4, 1e-5)  # of the sum of squares that an effective rank may leave
 
 
@@ -111,7 +111,9 @@ def softmax_bound(context_dim: int, bias: bool = True) -> int:
     return context_dim + (2 if bias else 1)
 
 
-def streamed(blocks: Iterable[Any], precision: str = "float32") -> Ranks:
+def streamed(
+    blocks: Iterable[np.ndarray | jax.Array], precision: Precision = "float32"
+) -> Ranks:
     """Singular values and ranks of a matrix that comes in blocks of rows.
 
     Args:
@@ -125,25 +127,31 @@ def streamed(blocks: Iterable[Any], precision: str = "float32") -> Ranks:
     """
     if precision not in PRECISIONS:
         raise ValueError(f"precision must be one of {PRECISIONS}, got {precision!r}.")
-    rows, entries, width = 0, [], None
+    rows = 0
+    width: int | None = None
+    dtypes: set[np.dtype] = set()
     factor = _Gram() if precision == "float32" else _Triangle()
     for block in blocks:
         if width not in (None, block.shape[-1]):
             raise ValueError(f"the blocks are {width} columns wide, got {block.shape}.")
         # Not around the loop: the blocks are computed there, in their own precision.
         with jax.enable_x64(True):
-            entries.append(block.dtype)
-            block_CV = _arrays().asarray(block, np.float64)
+            dtypes.add(block.dtype)
+            block_CV = _library(block).asarray(block, np.float64)
             _check(block_CV)
             factor.add(block_CV)
         rows, width = rows + len(block_CV), block_CV.shape[1]
-    if not rows:
+    if not rows or width is None:
         raise ValueError("there are no rows to take a rank of.")
     with jax.enable_x64(True):
         sigma = factor.sigma()[: min(rows, width)]
-    shape, entries = (rows, width), str(np.result_type(*set(entries)))
-    tolerances = {name: _tolerance(shape, sigma, name) for name in PRECISIONS}
-    ranks = {name: int((sigma > tolerances[name]).sum()) for name in PRECISIONS}
+    shape, entries = (rows, width), str(np.result_type(*dtypes))
+    tolerances: dict[str, float] = {
+        name: _tolerance(shape, sigma, name) for name in PRECISIONS
+    }
+    ranks: dict[str, int | None] = {
+        name: int((sigma > tolerances[name]).sum()) for name in PRECISIONS
+    }
     if precision == "float32":
         ranks["float64"] = None
     by_loss = {loss: effective(sigma, loss) for loss in LOSSES}
@@ -173,25 +181,27 @@ class PairwiseKL:
     pairs of different positions the mean is T / (T - 1) times this.
     """
 
-    def __init__(self):
-        self._count, self._negentropy, self._p_V, self._log_p_V = 0, 0.0, 0.0, 0.0
+    def __init__(self) -> None:
+        self._count, self._negentropy = 0, 0.0
+        self._p_V = self._log_p_V = np.zeros(())
 
-    def add(self, log_p_CV: Any) -> None:
+    def add(self, log_p_CV: np.ndarray | jax.Array) -> None:
         """Take in the log-probabilities of some contexts.
 
         Raises:
             ValueError: if they are not finite or do not sum to one.
         """
         with jax.enable_x64(True):
-            log_p_CV = _arrays().asarray(log_p_CV, np.float64)
+            xp = _library(log_p_CV)
+            log_p_CV = xp.asarray(log_p_CV, np.float64)
             _check(log_p_CV)
-            p_CV = _arrays().exp(log_p_CV)
+            p_CV = xp.exp(log_p_CV)
             worst = float(abs(p_CV.sum(axis=1) - 1).max())
             if worst > 1e-3:
                 raise ValueError(f"probabilities sum to one, these miss it by {worst}.")
             self._negentropy += float((p_CV * log_p_CV).sum())
-            self._p_V += np.asarray(p_CV.sum(axis=0))
-            self._log_p_V += np.asarray(log_p_CV.sum(axis=0))
+            self._p_V = self._p_V + np.asarray(p_CV.sum(axis=0))
+            self._log_p_V = self._log_p_V + np.asarray(log_p_CV.sum(axis=0))
             self._count += len(log_p_CV)
 
     @property
@@ -203,9 +213,10 @@ class PairwiseKL:
         return self._negentropy / self._count - cross
 
 
-def measure(capture: Capture, precision: str = "float32") -> HeadRanks:
+def measure(capture: Capture, precision: Precision = "float32") -> HeadRanks:
     """Rank, divergence and mixture of the predictions along a capture's text."""
-    bound = softmax_bound(capture.table_VE.shape[1], capture.bias_V is not None)
+    width = present("table_VE", capture.table_VE).shape[1]
+    bound = softmax_bound(width, capture.bias_V is not None)
     if capture.readout is None:
         return _of_softmax(capture, precision, bound)
     pairs, parts = PairwiseKL(), []
@@ -320,9 +331,9 @@ class _Gram:
     def sigma(self):
         gram = self._gram_VV
         if gram is None:
-            rows_RV = _arrays().concatenate(self._waiting)
+            rows_RV = _library(self._waiting[0]).concatenate(self._waiting)
             gram = rows_RV @ rows_RV.T
-        square = np.asarray(_arrays().linalg.eigvalsh(gram))[::-1]
+        square = np.asarray(_library(gram).linalg.eigvalsh(gram))[::-1]
         return np.sqrt(np.maximum(square, 0.0))
 
 
@@ -343,14 +354,19 @@ class _Triangle:
         return np.linalg.svd(np.asarray(self._waiting[0]), compute_uv=False)
 
     def _reduce(self):
-        xp = _arrays()
+        xp = _library(self._waiting[0])
         self._waiting = [xp.linalg.qr(xp.concatenate(self._waiting), mode="r")]
         self._rows = len(self._waiting[0])
 
 
-def _arrays():
-    """NumPy where there is no accelerator: its products with a transpose cost half."""
-    return np if jax.default_backend() == "cpu" else jnp
+def _library(array: np.ndarray | jax.Array) -> Any:
+    """jax.numpy for an array on an accelerator; else NumPy.
+
+    On a host NumPy's products of a matrix with its own transpose cost half of jax's.
+    """
+    if isinstance(array, np.ndarray):
+        return np
+    return np if all(d.platform == "cpu" for d in array.devices()) else jnp
 
 
 def _tolerance(shape, sigma, precision):

@@ -21,7 +21,7 @@ import matplotlib.ticker
 import numpy as np
 
 from softbottle.analysis import drawing, report
-from softbottle.analysis.capture import Capture, real
+from softbottle.analysis.capture import Capture, present, real
 from softbottle.analysis.settings import Settings
 
 OUTLIER = 6.0  # deviations from which a dimension is an outlier
@@ -172,9 +172,11 @@ def inspect(captures: Sequence[Capture], settings: Settings) -> report.Section:
         for capture in captures
         if capture.states is not None
     }
-    return section(
-        states, {capture.name: head(capture.table_VE) for capture in captures}
-    )
+    heads = {
+        capture.name: head(present("table_VE", capture.table_VE))
+        for capture in captures
+    }
+    return section(states, heads)
 
 
 def _checked(name, matrix):

@@ -14,9 +14,10 @@ from typing import NamedTuple
 
 import numpy as np
 import scipy.optimize
+from numpy.typing import ArrayLike
 
 from softbottle.analysis import drawing, report
-from softbottle.analysis.capture import Capture, real
+from softbottle.analysis.capture import Capture, present, real
 from softbottle.analysis.settings import Settings
 from softbottle.data import vocab
 
@@ -30,14 +31,16 @@ class Law(NamedTuple):
     beta: float = 0.28
     e: float = 1.69
 
-    def loss(self, parameters: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    def loss(self, parameters: ArrayLike, tokens: ArrayLike) -> np.ndarray:
         """The loss the law predicts."""
         parameters = real("parameters", parameters)
         tokens = real("tokens", tokens)
         size = self.a * parameters**-self.alpha
         return size + self.b * tokens**-self.beta + self.e
 
-    def gap(self, parameters, tokens, loss) -> np.ndarray:
+    def gap(
+        self, parameters: ArrayLike, tokens: ArrayLike, loss: ArrayLike
+    ) -> np.ndarray:
         """How far a loss lies above the law, as a share of what it predicts."""
         return real("loss", loss) / self.loss(parameters, tokens) - 1
 
@@ -125,7 +128,7 @@ def inspect(captures: Sequence[Capture], settings: Settings) -> report.Section:
     """The section on trained models, of which a file has one list."""
     del settings
     (capture,) = captures
-    return of_models(*capture.models)
+    return of_models(*present("models", capture.models))
 
 
 def section(

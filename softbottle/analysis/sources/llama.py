@@ -8,6 +8,7 @@ architecture "llama" store them; several query heads share a key and a value. Mi
 SmolLM and TinyLlama are stored as "llama" too.
 """
 
+import functools
 import pathlib
 from typing import Any, NamedTuple
 
@@ -26,8 +27,10 @@ from softbottle.analysis.sources.reading import (
 )
 
 ARCHITECTURE = "llama"
-_PARTS = ("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output")
-_PARTS += ("ffn_norm", "ffn_gate", "ffn_up", "ffn_down")
+_PARTS = (
+    *("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output"),
+    *("ffn_norm", "ffn_gate", "ffn_up", "ffn_down"),
+)
 _OUTSIDE = {"token_embd.weight", "output.weight", "output_norm.weight"}
 _OUTSIDE |= {"rope_freqs.weight"}
 
@@ -44,7 +47,7 @@ class Model(NamedTuple):
         epsilon: of the normalisations.
     """
 
-    blocks: list[dict[str, jax.Array]]
+    blocks: list[dict[str, np.ndarray]]
     table_VD: np.ndarray
     scale_D: np.ndarray
     heads: int
@@ -123,21 +126,19 @@ def trace(model: Model, ids_S: np.ndarray) -> Trace:
         )
         states.append(np.asarray(hidden_SD))
         logits.append(np.asarray(logits_HS))
-    last_SD = _normalise(hidden_SD, model.scale_D, model.epsilon)
+    last_SD = _rms_norm(hidden_SD, model.scale_D, model.epsilon)
     return Trace([*states[:-1], np.asarray(last_SD)], np.stack(logits))
 
 
-def _block_impl(hidden_SD, params: dict[str, Any], rate_H, *, heads, epsilon):
-    inputs_SD = _normalise(hidden_SD, params["attn_norm"], epsilon)
+@functools.partial(jax.jit, static_argnames=("heads", "epsilon"))
+def _block(hidden_SD, params, rate_H, *, heads, epsilon):
+    inputs_SD = _rms_norm(hidden_SD, params["attn_norm"], epsilon)
     mixed_SD, logits_HS = _attend(inputs_SD, params, rate_H, heads)
     hidden_SD += mixed_SD
-    inputs_SD = _normalise(hidden_SD, params["ffn_norm"], epsilon)
+    inputs_SD = _rms_norm(hidden_SD, params["ffn_norm"], epsilon)
     gate_SF = jax.nn.silu(inputs_SD @ params["ffn_gate"].T)
     up_SF = inputs_SD @ params["ffn_up"].T
     return hidden_SD + (gate_SF * up_SF) @ params["ffn_down"].T, logits_HS
-
-
-_block = jax.jit(_block_impl, static_argnames=("heads", "epsilon"))
 
 
 def _attend(inputs_SD, params, rate_H, heads):
@@ -168,7 +169,7 @@ def _rotate(values_SNH, rate_H):
     return jnp.stack(turned, axis=-1).reshape(values_SNH.shape)
 
 
-def _normalise(hidden_SD, scale_D, epsilon):
+def _rms_norm(hidden_SD, scale_D, epsilon):
     mean_S1 = jnp.mean(jnp.square(hidden_SD), axis=-1, keepdims=True)
     return hidden_SD * jax.lax.rsqrt(mean_S1 + epsilon) * scale_D[None]
 
@@ -207,7 +208,7 @@ def _positive(file, settings, name, kind):
 
 def _check_shapes(file, layers, heads, size):
     """Raise unless every tensor has the shape that the settings ask for."""
-    vocab, dim, *_ = (*file.tensor("token_embd.weight").shape, 0)
+    vocab, dim = (*file.tensor("token_embd.weight").shape, 0)[:2]
     for layer in range(layers):
         block = f"blk.{layer}."
         inner = file.tensor(f"{block}ffn_gate.weight").shape[0]
@@ -249,15 +250,13 @@ def _check_shape(file, name, expected):
 def _tokenizer(file: gguf.File) -> Any:
     """Byte-level BPE from the file's own words and merges."""
     tokenizers = imported("tokenizers", "gguf")
-    kind = (
-        file.settings.get("tokenizer.ggml.model"),
-        file.settings.get("tokenizer.ggml.pre"),
-    )
+    model = file.settings.get("tokenizer.ggml.model")
+    split = file.settings.get("tokenizer.ggml.pre")
     # A digit is a word by itself in SmolLM; both split as GPT-2 does otherwise.
-    if kind not in (("gpt2", "gpt-2"), ("gpt2", "smollm")):
+    if model != "gpt2" or split not in ("gpt-2", "smollm"):
         raise ValueError(
-            f"the tokenizer {str(kind)[:80]} of {file.path} cannot be built; give the "
-            "text as ids in a .npy file."
+            f"the tokenizer {str((model, split))[:80]} of {file.path} cannot be built; "
+            "give the text as ids in a .npy file."
         )
     words = {word: at for at, word in enumerate(_texts(file, "tokens"))}
     merges = [tuple(pair.split(" ")) for pair in _texts(file, "merges")]
@@ -266,7 +265,7 @@ def _tokenizer(file: gguf.File) -> Any:
             raise ValueError(f"{str(pair)[:80]} is no merge of words of {file.path}.")
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(words, merges))
     steps = [tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    if kind[1] == "smollm":
+    if split == "smollm":
         steps.insert(0, tokenizers.pre_tokenizers.Digits(individual_digits=True))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(steps)
     return tokenizer

@@ -10,7 +10,7 @@ Axes: L layers, W stretches, H heads, S positions of a stretch.
 import dataclasses
 import pathlib
 from collections.abc import Callable, Collection, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,9 +28,12 @@ from softbottle.analysis.capture import (
     Tokens,
     Trials,
     joined,
+    present,
     sizes_below,
 )
 from softbottle.data import batches
+from softbottle.data.vocab import Split
+from softbottle.model import Params
 from softbottle.training import checkpoint, evaluate, metrics
 from softbottle.training.state import Run, load_corpus, load_run
 
@@ -50,13 +53,13 @@ class Inner(NamedTuple):
     logits_LWHS: np.ndarray | None
 
 
-Reader = Callable[[Any, np.ndarray], Inner]
+Reader = Callable[[Params, np.ndarray], Inner]
 
 
 def read(
     workdir: pathlib.Path | str,
     parts: Collection[str],
-    split: str = "test",
+    split: Split = "test",
     positions: int = 8192,
 ) -> Capture:
     """The capture of a run, called by its folder's name.
@@ -73,7 +76,7 @@ def read(
     workdir = pathlib.Path(workdir)
     run = load_run(workdir, "float32")
     corpus = load_corpus(workdir, run, split)
-    ids = getattr(corpus, split)[: positions + 1]
+    ids = corpus.splits[split][: positions + 1]
     reader = make_reader(run)
     lines = metrics.read(workdir) if "validations" in parts else []
     series = Series(workdir, run, ids, reader)
@@ -125,7 +128,7 @@ def capture(
         readout=Readout(run.model.head, output, options),
         tokens=tokens,
         mixed=mixed(run, ids) if "mixed" in parts else None,
-        frozen=joined(tokens) if "frozen" in parts else None,
+        frozen=joined(tokens) if tokens and "frozen" in parts else None,
         trials=_trials(*table_VE.shape) if run.model.head.is_linear else None,
         states=inner.states or None,
         logits_LWHS=inner.logits_LWHS,
@@ -138,7 +141,12 @@ def mixed(run: Run, ids: np.ndarray, positions: int = SAMPLE) -> Mixed:
     params = run.model.output(run.params)[0]
     log_prior_TK, context_TKE = run.model.head.mix(params, jnp.asarray(hidden_TD))
     activation = run.model.head.activation(params)
-    return Mixed(log_prior_TK, context_TKE, labels_T, activation)
+    return Mixed(
+        np.asarray(log_prior_TK),
+        np.asarray(context_TKE),
+        present("labels_T", labels_T),
+        activation,
+    )
 
 
 def make_reader(run: Run) -> Reader:

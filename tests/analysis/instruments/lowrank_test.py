@@ -6,7 +6,7 @@ import pytest
 from softbottle.analysis.instruments import lowrank
 
 STATES, WIDTH, WORDS, TRUE_RANK = 3001, 7, 11, 2
-LONG = {"steps": 1500, "batch": 256, "learning_rate": 3e-2}
+LONG = lowrank.Training(steps=1500, batch=256, learning_rate=3e-2)
 
 
 def make_text(rank=TRUE_RANK):
@@ -24,7 +24,7 @@ def make_text(rank=TRUE_RANK):
 @pytest.fixture(scope="module")
 def found():
     hidden_ND, labels_N, table_VD, _ = make_text()
-    return lowrank.train(hidden_ND, labels_N, WORDS, [4, 1, 2], table_VD, **LONG)
+    return lowrank.train(hidden_ND, labels_N, WORDS, [4, 1, 2], table_VD, LONG)
 
 
 def test_the_knee_is_the_rank_that_the_words_depend_on(found):
@@ -46,7 +46,7 @@ def test_w_error_is_what_the_singular_values_leave(found):
 
 def test_the_same_seed_gives_the_same_losses(found):
     hidden_ND, labels_N, _, _ = make_text()
-    again = lowrank.train(hidden_ND, labels_N, WORDS, [1], **LONG)
+    again = lowrank.train(hidden_ND, labels_N, WORDS, [1], training=LONG)
     assert again.loss_R[0] == found.loss_R[0]
     assert np.isnan(again.w_error_R).all()
 
@@ -69,7 +69,8 @@ def test_a_cut_is_the_nearest_head_of_its_rank_in_the_logits_of_the_states():
 def test_heads_that_begin_with_the_model_s_own_know_what_it_knows():
     hidden_ND, labels_N, table_VD, truth = make_text(rank=4)
     own = lowrank.Own(table_VD, np.zeros(WORDS))
-    found = lowrank.cut(hidden_ND, labels_N, [1, 2, 4, 7], own, steps=20)
+    short = lowrank.FROM_OWN._replace(steps=20)
+    found = lowrank.cut(hidden_ND, labels_N, [1, 2, 4, 7], own, short)
     assert found.own == pytest.approx(truth, rel=1e-5)
     # The table is the truth and has rank 4: cutting it there costs nothing.
     assert found.cut_R[2:] == pytest.approx(truth, rel=1e-4)

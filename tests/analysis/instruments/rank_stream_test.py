@@ -38,7 +38,7 @@ def random_log_p(rows, columns=WORDS, seed=0):
 def library(request, monkeypatch):
     """Both array libraries, whatever machine this is."""
     arrays = {"cpu": np, "accelerator": jnp}[request.param]
-    monkeypatch.setattr(rank, "_arrays", lambda: arrays)
+    monkeypatch.setattr(rank, "_library", lambda array: arrays)
 
 
 @pytest.mark.parametrize("precision", ["float32", "float64"])
