@@ -142,7 +142,11 @@ class Model:
         output, cache_config = self.output(params), self.config.cache
         mask = self._latent_mask(latent_key, batch.ids_BS.shape)
         keywords = {"latent_mask": mask, "options": self.options}
-        tokens: Any = (states.hidden_BSD, batch.labels_BS, batch.weights_BS)
+        tokens: tuple[Any, Any, Any] = (
+            states.hidden_BSD,
+            batch.labels_BS,
+            batch.weights_BS,
+        )
         penalty = _penalty(self.config.regularise, states, batch.weights_BS)
         if cache_config.objective == "plain":
             total = self._split(self.head.loss, total=True)(

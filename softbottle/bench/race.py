@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from softbottle.bench import problem, worker
 from softbottle.ops.lstm import api as lstm_op
-from softbottle.ops.mixture import api
+from softbottle.ops.mixture import options
 
 Row = dict[str, Any]
 # Which variants a peer brings, and what must be installed.
@@ -72,7 +72,7 @@ def head(
     """
     check_names("shape", shapes, list(problem.CASES))
     check_names("sweep", [sweep] if sweep else [], list(problem.SWEEPS))
-    check_names("implementation", implementations, ["auto", *api.IMPLEMENTATIONS])
+    check_names("implementation", implementations, ["auto", *options.IMPLEMENTATIONS])
     check_peers(peers)
     machine = probe(ask)
     on_gpu = machine["platform"] == "gpu"
@@ -173,7 +173,7 @@ def decode(
         seconds: of timing an operation.
     """
     check_names("case", cases, list(problem.DECODING))
-    check_names("implementation", implementations, ["auto", *api.IMPLEMENTATIONS])
+    check_names("implementation", implementations, ["auto", *options.IMPLEMENTATIONS])
     machine = probe(ask)
     rows = []
     for name in _default(cases, problem.DECODING, machine):

@@ -23,16 +23,18 @@ from softbottle.ops.mixture.activations import (
 )
 
 
+def _sigsoftmax_activation(self: base.Head, params: base.Params) -> Activation:
+    """z + log sigmoid(z); see `Head.activation`."""
+    del self, params
+    return SIGSOFTMAX
+
+
 @dataclasses.dataclass(frozen=True, repr=False)
 class Sigsoftmax(Single):
     """P(v) proportional to exp(z_v) sigmoid(z_v)."""
 
     name: ClassVar[str] = "sigsoftmax"
-
-    def activation(self, params: base.Params) -> Activation:
-        """z + log sigmoid(z); see `Head.activation`."""
-        del params
-        return SIGSOFTMAX
+    activation = _sigsoftmax_activation
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -44,11 +46,7 @@ class MixtureOfSigsoftmaxes(MixtureOfSoftmaxes):
     """
 
     name: ClassVar[str] = "moss"
-
-    def activation(self, params: base.Params) -> Activation:
-        """z + log sigmoid(z); see `Head.activation`."""
-        del params
-        return SIGSOFTMAX
+    activation = _sigsoftmax_activation
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
