@@ -27,6 +27,7 @@ from softbottle.backbones import dropout
 from softbottle.backbones import make as make_backbone
 from softbottle.data.batches import Batch
 from softbottle.heads import cache
+from softbottle.ops.mixture import api
 from softbottle.ops.mixture.options import Options
 
 Params = dict[str, Any]
@@ -38,6 +39,25 @@ class Loss(NamedTuple):
     total: jax.Array
     tokens: jax.Array
     penalty: jax.Array
+
+
+class Choices(NamedTuple):
+    """How a training step is computed, as far as it depends on the device.
+
+    Attributes:
+        implementation: of the head's loss.
+        block_tokens: tokens that the loss takes at a time, per device.
+        recurrence: of the LSTM's layers; None without one.
+    """
+
+    implementation: str
+    block_tokens: int
+    recurrence: str | None
+
+    def __str__(self) -> str:
+        """A line of it."""
+        line = f"loss by {self.implementation}, {self.block_tokens:,} tokens at a time"
+        return line + (f", LSTM by {self.recurrence}" if self.recurrence else "")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +106,27 @@ class Model:
             implementation=head.implementation,
         )
         return options.resolve(self.mesh and self.mesh.devices.flat[0])
+
+    def choices(self) -> Choices:
+        """How a training step of the config's batches is computed."""
+        data, shape = self.config.data, jax.ShapeDtypeStruct
+        splits = dict(self.mesh.shape) if self.mesh else {}
+        by_data, by_model = splits.get(sharding.DATA, 1), splits.get(sharding.MODEL, 1)
+        rows = data.rows // self.config.optim.accumulate
+        tokens = rows * data.length // by_data
+        output = self.output(jax.eval_shape(self.init, jax.random.key(0)))
+        table_VE = shape((len(output[1]) // by_model, output[1].shape[1]), "float32")
+        found = []
+
+        def look(params, hidden_TD):
+            mixture, g = self.head.mix(params, hidden_TD), self.head.activation(params)
+            found.append(api.choice(mixture.context_TKE, table_VE, g, self.options))
+
+        model = self.config.model
+        hidden_TD = shape((tokens, model.last_dim), model.compute_dtype)
+        jax.eval_shape(look, output[0], hidden_TD)
+        recurrence = getattr(self.backbone, "recurrence", lambda rows: None)
+        return Choices(*found[0], recurrence(rows))
 
     def init(self, key: jax.Array) -> Params:
         """The parameters that a training starts from."""

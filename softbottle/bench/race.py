@@ -63,7 +63,7 @@ def head(
     Args:
         ask: gives the row of a module's task.
         shapes: names of problem.CASES; none: all of them, or `tiny` without a GPU.
-        implementations: "auto" or names of ops/mixture/api.py; the first one's
+        implementations: "auto" or names of ops/mixture/options.py; the first one's
             evaluation and softmax are timed as well.
         peers: names of PEERS.
         sweep: one of problem.SWEEPS instead of shapes: only losses, to be plotted.
@@ -168,7 +168,7 @@ def decode(
     Args:
         ask: gives the row of a module's task.
         cases: names of problem.DECODING; none: all, or `tiny` without a GPU.
-        implementations: "auto" or names of ops/mixture/api.py.
+        implementations: "auto" or names of ops/mixture/options.py.
         budget_mib: the operations' `budget_bytes`, in MiB; 0 leaves the default.
         seconds: of timing an operation.
     """

@@ -270,12 +270,14 @@ def _loop(trainer, state, history):
 
 
 def _report(trainer, step, history):
-    config = trainer.config
+    config, choices = trainer.config, trainer.model.choices()
+    device = jax.devices()[0].device_kind
     start = {
         "config": config_lib.to_dict(config),
         "versions": {"python": platform.python_version(), "jax": jax.__version__},
-        "device": jax.devices()[0].device_kind,
+        "device": device,
         "devices": 1 if trainer.mesh is None else trainer.mesh.size,
+        "choices": choices._asdict(),
     }
     total = config.train.steps or config.train.epochs * trainer.stream.steps_per_epoch
     writer = progress = metrics.Silence()
@@ -284,13 +286,15 @@ def _report(trainer, step, history):
         logged = step - history.window[2]
         writer = metrics.Writer(trainer.workdir, step, start, logged)
         progress = metrics.Progress(total, step, config.head.name)
-    return metrics.Report(
+    report = metrics.Report(
         writer,
         progress,
         config.train.log_every,
         history.seconds,
         history.window,
     )
+    report.say(f"{start['devices']} x {device}: {choices}")
+    return report
 
 
 def _goes_on(train, step, epoch, history):
