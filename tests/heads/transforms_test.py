@@ -181,7 +181,7 @@ def test_remat_equals_the_oracle(what):
 
     @jax.checkpoint
     def rematerialised(*args):
-        return total(head, what, args, {"vocab": WORDS, "budget_bytes": 1_000})
+        return total(head, what, args, Options(vocab=WORDS, budget_bytes=1_000))
 
     step = jax.jit(jax.value_and_grad(rematerialised, argnums=(0, 1, 2, 3)))
     value, bars = step(*oracle.cast(inputs, jnp.float32))
