@@ -6,87 +6,28 @@ returns a frozen copy. A field that does not exist, or a value of the wrong type
 error the moment it is set. `None` is "not set", and `=none` on the command line.
 
 What a field allows stands beside it: `within(default, low, high)` bounds it on both
-sides, ends included; `positive` is above 0; `one_of` lists its values.
+sides, ends included; `positive` is above 0; `one_of` lists its values (sections.py).
 """
 
-import copy
 import dataclasses
 import functools
 import json
-import math
 import re
-import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from softbottle import sections
+from softbottle.sections import BELOW_ONE, Section, one_of, positive, within
+
 BACKBONES = ("window", "awd_lstm", "transformer")
 CORPORA = ("synthetic", "templates", "ptb", "wt2", "lm1b", "text")
-OPTIMISERS = ("adamw", "sgd")
+OPTIMIZERS = ("adamw", "sgd")
 OBJECTIVES = ("plain", "trime", "histalign")
 UNITS = ("stream", "packed", "lines", "answers")
 AVERAGING = ("none", "nt", "et", "now")
 DTYPES = ("float32", "bfloat16")
-# The largest dropout rate: a rate of 1 would leave nothing.
-BELOW_ONE = math.nextafter(1.0, 0.0)
-
-
 # Version of the settings' meaning, stored with them. 0 had 0 and "" for "not set".
 FORMAT = 1
-
-
-def within(default: Any, low: float, high: float = math.inf) -> Any:
-    """A field of a number in [low, high]."""
-    return dataclasses.field(default=default, metadata={"within": (low, high)})
-
-
-def positive(default: Any) -> Any:
-    """A field of a number above 0."""
-    return dataclasses.field(default=default, metadata={"positive": True})
-
-
-def one_of(default: str, choices: Sequence[str]) -> Any:
-    """A field of one of some words."""
-    return dataclasses.field(default=default, metadata={"choices": tuple(choices)})
-
-
-@dataclasses.dataclass
-class Section:
-    """A group of settings that names its fields when it is misused."""
-
-    _frozen = False
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Set a field that exists to a value of its type."""
-        if self._frozen:
-            raise ValueError(
-                f"the config is validated and frozen; {self._title()}.{name} "
-                "can no longer be set."
-            )
-        types = {field.name: _types(field) for field in dataclasses.fields(self)}
-        if name not in types:
-            raise ValueError(self._no_field(name))
-        if float in types[name] and type(value) is int:
-            value = float(value)
-        if type(value) not in types[name]:
-            allowed = " or ".join(
-                "None" if kind is type(None) else kind.__name__ for kind in types[name]
-            )
-            raise ValueError(
-                f"{self._title()}.{name} must be {allowed}, got {value!r} of type "
-                f"{type(value).__name__}."
-            )
-        object.__setattr__(self, name, value)
-
-    def __getattr__(self, name: str) -> Any:
-        # Only called when the ordinary look-up fails.
-        raise AttributeError(self._no_field(name))
-
-    def _title(self) -> str:
-        return type(self).__name__
-
-    def _no_field(self, name: str) -> str:
-        names = [field.name for field in dataclasses.fields(self)]
-        return f"{self._title()} has no field {name!r}; it has {names}."
 
 
 @dataclasses.dataclass
@@ -140,7 +81,7 @@ class Head(Section):
     """
 
     name: str = "mos"  # one of heads.HEADS
-    budget_mib: int | None = positive(None)  # of a block of logits; None: platform's
+    budget_mib: int | None = positive(None)  # memory of a block of logits
     implementation: str = "auto"  # see ops/mixture/api.py
     components: int | None = positive(None)  # mos, moc, moss, gss, plif, softcap
     center: float | None = None  # gss
@@ -163,24 +104,27 @@ class Model(Section):
     layers: int = positive(1)
     attention_heads: int = positive(4)  # transformer
     order: int = positive(1)  # window: how many words it sees
-    tied: bool = True  # one table for input and output
+    tied: bool = True  # tied embeddings: one table for input and output
     table_range: float = positive(0.1)  # tables start uniform in plus or minus this
     vocab_multiple: int = positive(1)  # table rows are rounded up to a multiple of this
     compute_dtype: str = one_of("float32", DTYPES)  # parameters stay float32
-    remat: bool = False  # transformer
-    scan_layers: bool = False  # transformer
+    remat: bool = False  # transformer: activation checkpointing, block by block
+    scan_layers: bool = False  # transformer: one compiled block for all layers
 
 
 @dataclasses.dataclass
 class Regularise(Section):
-    """Dropout rates, and the penalties AR and TAR."""
+    """Dropout rates, and the penalties AR and TAR.
+
+    Locked is variational dropout: one mask per row, the same at every position.
+    """
 
     rows: float = within(0.0, 0, BELOW_ONE)  # whole rows of the input table (dropoute)
     input: float = within(0.0, 0, BELOW_ONE)  # embedded tokens, locked over time
     hidden: float = within(0.0, 0, BELOW_ONE)  # between layers, locked (dropouth)
     output: float = within(0.0, 0, BELOW_ONE)  # last layer, locked (dropout)
     latent: float = within(0.0, 0, BELOW_ONE)  # the mixture's contexts, locked
-    recurrent: float = within(0.0, 0, BELOW_ONE)  # hidden-to-hidden weights (wdrop)
+    recurrent: float = within(0.0, 0, BELOW_ONE)  # DropConnect (wdrop)
     activation: float = within(0.0, 0)  # AR, on the dropped last output (alpha)
     slowness: float = within(0.0, 0)  # TAR, on the raw last output (beta)
 
@@ -202,11 +146,11 @@ class Cache(Section):
 class Optim(Section):
     """The optimiser, its schedule and its average."""
 
-    name: str = one_of("adamw", OPTIMISERS)
+    name: str = one_of("adamw", OPTIMIZERS)
     learning_rate: float = positive(1e-3)
     slope_learning_rate: float | None = positive(None)  # plif's slopes; None: as others
-    warmup_steps: int = within(0, 0)  # adamw: a linear rise
-    decay_steps: int | None = positive(None)  # adamw: a cosine fall over these steps
+    warmup_steps: int = within(0, 0)  # adamw: linear learning-rate warm-up
+    decay_steps: int | None = positive(None)  # adamw: cosine decay over these steps
     end_factor: float = within(0.0, 0)  # adamw: the last learning rate over the peak
     weight_decay: float = within(0.0, 0)
     clip: float | None = positive(None)  # global norm
@@ -220,8 +164,8 @@ class Optim(Section):
 class Mesh(Section):
     """How many devices share a run, and how: see sharding.py."""
 
-    data: int | None = positive(1)  # groups of devices, by rows; None: all there are
-    model: int = positive(1)  # devices of a group, each with words of its own
+    data: int | None = positive(1)  # groups, data parallel; None: all there are
+    model: int = positive(1)  # devices of a group, vocabulary parallel
 
 
 @dataclasses.dataclass
@@ -267,13 +211,9 @@ def validate(config: Config) -> Config:
     Raises:
         ValueError: naming the field, its value and what was expected.
     """
-    for name, field, value in _leaves(config):
-        _check(name, field.metadata, value)
+    sections.check(config)
     _check_together(config)
-    frozen = copy.deepcopy(config)
-    for section in _sections(frozen):
-        object.__setattr__(section, "_frozen", True)
-    return frozen
+    return sections.frozen(config)
 
 
 def to_dict(config: Config) -> dict[str, Any]:
@@ -297,7 +237,7 @@ def from_dict(values: Mapping[str, Any]) -> Config:
         )
     config = Config()
     try:
-        _update(config, values, _UNSET_BEFORE if version == 0 else {})
+        sections.update(config, values, _UNSET_BEFORE if version == 0 else {})
     except AttributeError as error:
         raise ValueError(str(error)) from error
     return config
@@ -309,13 +249,13 @@ def unset(config: Config, name: str) -> None:
     Raises:
         ValueError: if it cannot be None.
     """
-    *sections, field = name.split(".")
-    setattr(functools.reduce(getattr, sections, config), field, None)
+    *path, field = name.split(".")
+    setattr(functools.reduce(getattr, path, config), field, None)
 
 
 def differences(ours: Config, theirs: dict[str, Any]) -> list[str]:
     """The fields on which a config and a stored one differ, as readable lines."""
-    flat_ours, flat_theirs = _flatten(to_dict(ours)), _flatten(theirs)
+    flat_ours, flat_theirs = sections.flatten(to_dict(ours)), sections.flatten(theirs)
     return [
         f"{name}: {json.dumps(flat_ours.get(name))} here, "
         f"{json.dumps(flat_theirs.get(name))} there"
@@ -342,71 +282,6 @@ def check_overrides(arguments: Sequence[str]) -> None:
 def context_dim(config: Config) -> int:
     """Width of the output table."""
     return config.model.context_dim or config.model.embed_dim
-
-
-def _types(field):
-    """The types that a field's values may have."""
-    return typing.get_args(field.type) or (field.type,)
-
-
-def _sections(section):
-    """A section and all that are in it."""
-    yield section
-    for field in dataclasses.fields(section):
-        if isinstance(value := getattr(section, field.name), Section):
-            yield from _sections(value)
-
-
-def _leaves(section, prefix=""):
-    """(dotted name, field, value) of all settings."""
-    for field in dataclasses.fields(section):
-        name, value = prefix + field.name, getattr(section, field.name)
-        if isinstance(value, Section):
-            yield from _leaves(value, f"{name}.")
-        else:
-            yield name, field, value
-
-
-def _update(section, values, unset_before, prefix=""):
-    for name, value in values.items():
-        if isinstance(value, Mapping) and isinstance(getattr(section, name), Section):
-            _update(getattr(section, name), value, unset_before, f"{prefix}{name}.")
-        elif (prefix + name) in unset_before and value == unset_before[prefix + name]:
-            setattr(section, name, None)
-        else:
-            setattr(section, name, value)
-
-
-def _flatten(values, prefix=""):
-    flat = {}
-    for name, value in values.items():
-        if isinstance(value, dict):
-            flat |= _flatten(value, f"{prefix}{name}.")
-        else:
-            flat[prefix + name] = value
-    return flat
-
-
-def _check(name, allowed, value):
-    """Raise ValueError unless a value is what its field allows; None always is."""
-    if value is None:
-        return
-    if "choices" in allowed and value not in allowed["choices"]:
-        raise ValueError(f"{name} must be one of {allowed['choices']}, got {value!r}.")
-    if type(value) is float and not math.isfinite(value):
-        raise ValueError(f"{name} must be finite, got {value!r}.")
-    # jax takes the lowest 32 bits of a seed; no size needs as many.
-    if type(value) is int and value >= 2**32:
-        raise ValueError(f"{name} must be below 2**32, got {value}.")
-    if "positive" in allowed and not value > 0:
-        raise ValueError(f"{name} must be positive, got {value!r}.")
-    low, high = allowed.get("within", (-math.inf, math.inf))
-    if isinstance(value, int | float) and not low <= value <= high:
-        if high == BELOW_ONE:
-            raise ValueError(f"{name} must be in [0, 1), got {value!r}.")
-        if low == 0:
-            raise ValueError(f"{name} must not be negative, got {value!r}.")
-        raise ValueError(f"{name} must be at least {low}, got {value!r}.")
 
 
 def _check_together(config):

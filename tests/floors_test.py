@@ -13,6 +13,7 @@ FLOORS = {
     "softbottle.config": 1,
     "softbottle.files": 1,
     "softbottle.ops": 1,
+    "softbottle.sections": 1,
     "softbottle.backbones": 2,
     "softbottle.data": 2,
     "softbottle.distributed": 2,
@@ -159,7 +160,7 @@ def test_importing_softbottle_loads_heads_and_ops_alone(fresh_import):
     loaded, _ = fresh_import
     ours = {unit_of(name) for name in loaded if name.startswith("softbottle.")}
     # The table of heads reads a config's settings; config.py needs no package.
-    assert ours == ROOT_DOOR | {"softbottle.config"}
+    assert ours == ROOT_DOOR | {"softbottle.config", "softbottle.sections"}
 
 
 def test_importing_softbottle_touches_no_device(fresh_import):
