@@ -58,10 +58,10 @@ def get_config(argument: str = "mos") -> Config:
     config.train.eval_every = 10_000
     config.train.checkpoint_every = 10_000
     config.train.log_every = 200
-    return _modernised(config) if variants else config
+    return _modernized(config) if variants else config
 
 
-def _modernised(config):
+def _modernized(config):
     data = config.data
     model = config.model
     optim = config.optim

@@ -66,25 +66,25 @@ def _run(suite):
         )
         return step.run(CONFIG.value, VOCAB.value, LENGTH.value)
     with worker.children(LIMIT.value) as ask:
-        result = RUNS[suite](_kept(ask), seconds=SECONDS.value)
+        result = RUNS[suite](_with_log(ask), seconds=SECONDS.value)
     print(table.render(result))
     return result
 
 
-def _kept(ask):
+def _with_log(ask):
     """`ask`, whose rows also go to lines beside --json, for a run that is cut short."""
     if not JSON.value:
         return ask
     lines = pathlib.Path(JSON.value).with_suffix(".jsonl")
     lines.write_text("")
 
-    def kept(module, task):
+    def logged(module, task):
         row = ask(module, task)
         with lines.open("a") as file:
             file.write(json.dumps(row) + "\n")
         return row
 
-    return kept
+    return logged
 
 
 def _head(ask, seconds):

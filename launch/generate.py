@@ -50,10 +50,12 @@ def _continue(run, prompt):
     words = run.vocab.split(prompt) if prompt else []
     unknown = [word for word in words if word not in run.vocab.lookup]
     if unknown:
-        told = f"unknown words: {printable(' '.join(unknown))}"
+        message = f"unknown words: {printable(' '.join(unknown))}"
         if run.vocab.unk is None:
-            raise ValueError(f"{told}; the model's vocabulary has no <unk> for them.")
-        print(told, file=sys.stderr)
+            raise ValueError(
+                f"{message}; the model's vocabulary has no <unk> for them."
+            )
+        print(message, file=sys.stderr)
     ids = run.vocab.encode(prompt) if prompt else np.zeros(0, np.int32)
     print(printable(prompt), end="", flush=True)
     for word in generate.generate(

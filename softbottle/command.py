@@ -63,13 +63,13 @@ _EXTRAS = {
 def define_float(
     name: str,
     default: float,
-    told: str,
+    help_string: str,
     *,
     lower_bound: float | None = None,
     upper_bound: float | None = None,
 ) -> flags.FlagHolder[float]:
     """A flag that is a finite number, between `lower_bound` and `upper_bound`."""
-    holder = flags.DEFINE_float(name, default, told, lower_bound, upper_bound)
+    holder = flags.DEFINE_float(name, default, help_string, lower_bound, upper_bound)
     flags.register_validator(holder, math.isfinite, f"--{name} must be finite")
     return holder
 
@@ -84,7 +84,7 @@ def run(main: Callable[[], int | None]) -> NoReturn:
         logging.set_verbosity(logging.WARNING)
         return main()
 
-    app.run(_told(call), flags_parser=_told(_parse))
+    app.run(_with_one_line_errors(call), flags_parser=_with_one_line_errors(_parse))
     raise AssertionError("app.run exits")
 
 
@@ -93,10 +93,10 @@ def _parse(arguments):
     _let_configs_import_one_another(arguments)
     # The flags of a number do not take a word, so what is unset is taken out of them.
     unset = [re.fullmatch(r"--config\.([\w.]+)=none", word) for word in arguments]
-    rest = [word for word, found in zip(arguments, unset, strict=True) if not found]
+    rest = [word for word, match in zip(arguments, unset, strict=True) if not match]
     remaining = flags.FLAGS(rest)
-    for found in filter(None, unset):
-        config_lib.unset(flags.FLAGS.config, found[1])
+    for match in filter(None, unset):
+        config_lib.unset(flags.FLAGS.config, match[1])
     return remaining
 
 
@@ -109,7 +109,7 @@ def _let_configs_import_one_another(arguments):
             sys.path.append(str(folder))
 
 
-def _told(function):
+def _with_one_line_errors(function):
     """The function, with errors that are no bugs told in one line."""
 
     def call(arguments):

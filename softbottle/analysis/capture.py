@@ -198,9 +198,9 @@ def of_softmax(
     _check(table_VD, bias_V, states, labels_N)
     vocab, dim = table_VD.shape
     last = Tokens(states[-1], labels_N) if len(states) else None
-    labelled = last if labels_N is not None else None
-    frozen = labelled
-    if labelled and frozen_MD is not None and len(frozen_MD) > len(states[-1]):
+    labeled = last if labels_N is not None else None
+    frozen = labeled
+    if labeled and frozen_MD is not None and len(frozen_MD) > len(states[-1]):
         frozen = Tokens(frozen_MD, present("text", ids)[1 : len(frozen_MD) + 1])
     large = (dim // 4, dim // 2, dim) if dim <= _WIDE else (4,)
     words = np.linspace(0, vocab - 1, min(vocab, WORDS)).astype(int)
@@ -209,7 +209,7 @@ def of_softmax(
         table_VD,
         bias_V,
         tokens=[last] if last else None,
-        mixed=_mixed(labelled, table_VD) if labelled else None,
+        mixed=_mixed(labeled, table_VD) if labeled else None,
         frozen=frozen,
         trials=Trials(words, sizes_below(vocab, (1, 2, *large)), 5),
         states=list(states) or None,

@@ -48,8 +48,8 @@ def collectives(text: str) -> dict[str, Sent]:
             if (match := _COLLECTIVE.search(line)) and times[name]:
                 channel = re.search(r"channel_id=(\d+)", line)
                 key = (match[2], channel[1] if channel else f"{name} {number}")
-                found = (times[name], _size(match[1], match[3] and match[2]))
-                seen[key] = min(seen.get(key, found), found)
+                cost = (times[name], _size(match[1], match[3] and match[2]))
+                seen[key] = min(seen.get(key, cost), cost)
     result = {}
     for kind in _KINDS:
         rows = [row for (other, _), row in seen.items() if other == kind]

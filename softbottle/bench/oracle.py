@@ -106,10 +106,16 @@ def expected(
     table_VE, bias_V = wide(table_VE), wide(bias_V)
     by_token, sums = [], (0.0, 0.0)
     for start in range(0, tokens, size):
-        here = slice(start, start + size)
-        prior_CK, context_CKE = wide(log_prior_TK[here]), wide(context_TKE[here])
+        chunk = slice(start, start + size)
+        prior_CK, context_CKE = wide(log_prior_TK[chunk]), wide(context_TKE[chunk])
         nll_C, bars = compiled(
-            prior_CK, context_CKE, table_VE, bias_V, words_V, labels_T[here], 1 / tokens
+            prior_CK,
+            context_CKE,
+            table_VE,
+            bias_V,
+            words_V,
+            labels_T[chunk],
+            1 / tokens,
         )
         by_token.append((nll_C, bars[0], bars[1]))
         sums = (sums[0] + bars[2], sums[1] + bars[3])
@@ -121,13 +127,13 @@ def expected(
 
 def verdict(row: dict[str, Any], limits: Limits) -> dict[str, Any]:
     """The row, or what is wrong with it instead of a time."""
-    found = [("loss_error", limits.loss)] if "loss_error" in row else []
-    found += [(name, limits.gradient) for name in row if name.startswith("error_")]
-    found += [("error", limits.gradient)] if "error" in row else []
+    checks = [("loss_error", limits.loss)] if "loss_error" in row else []
+    checks += [(name, limits.gradient) for name in row if name.startswith("error_")]
+    checks += [("error", limits.gradient)] if "error" in row else []
     # Written so that a NaN is beyond every limit.
     wrong = [
         f"{name} {row[name]:.1e} > {limit:.0e}"
-        for name, limit in found
+        for name, limit in checks
         if not row[name] <= limit
     ]
     if not wrong:

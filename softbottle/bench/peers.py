@@ -61,8 +61,11 @@ def _timed(function, arguments, seconds):
     torch.cuda.reset_peak_memory_stats()
     ms = timing.milliseconds(function, _wait, seconds)
     # The truth lies on the device as well, and is no part of the peer.
-    mine = sum(array.nbytes for array in arguments)
-    return {"ms": ms, "peak_bytes": torch.cuda.max_memory_allocated() - held + mine}
+    argument_bytes = sum(array.nbytes for array in arguments)
+    return {
+        "ms": ms,
+        "peak_bytes": torch.cuda.max_memory_allocated() - held + argument_bytes,
+    }
 
 
 def _run_lstm(task):
@@ -129,8 +132,8 @@ def make_inputs(case: problem.Case) -> tuple[Tensors, torch.Tensor]:
         table_X.reshape(case.vocab, case.dim),
         torch.from_numpy(small.bias_V).to(DEVICE).bfloat16(),
     )
-    inputs = tuple(array.requires_grad_() for array in inputs)
-    return inputs, torch.from_numpy(small.labels_T).to(DEVICE).long()
+    leaves = tuple(array.requires_grad_() for array in inputs)
+    return leaves, torch.from_numpy(small.labels_T).to(DEVICE).long()
 
 
 def make_loss(peer: Literal["naive", "compile", "cce"]) -> Callable[..., torch.Tensor]:
@@ -186,9 +189,9 @@ def _cut_cross_entropy(log_prior_TK, context_TKE, table_VE, bias_V, labels_T):
 
     tokens, components = log_prior_TK.shape
     context_RE = context_TKE.reshape(tokens * components, -1)
-    more = {}
+    options = {}
     if "bias" in inspect.signature(linear_cross_entropy).parameters:
-        more["bias"] = bias_V
+        options["bias"] = bias_V
     else:
         # Releases before the bias: it is one more column, in a block of zeros.
         table_VE = F.pad(torch.cat([table_VE, bias_V[:, None]], 1), (0, 15))
@@ -198,7 +201,7 @@ def _cut_cross_entropy(log_prior_TK, context_TKE, table_VE, bias_V, labels_T):
         table_VE,
         labels_T.repeat_interleave(components),
         reduction="none",
-        **more,
+        **options,
     )
     nll_TK = nll_R.reshape(tokens, components).float()
     return -torch.logsumexp(log_prior_TK - nll_TK, -1).mean()

@@ -86,16 +86,16 @@ def devices(topology: str) -> list[jax.Device]:
         raise ValueError(f"a slice is named like {kind}:16x16, got {topology!r}.")
     try:
         if kind == "h200":
-            found = topologies.get_topology_desc(
+            description = topologies.get_topology_desc(
                 platform="cuda", target_config=_H200, topology="1x1x1"
             )
         else:
-            found = topologies.get_topology_desc(
+            description = topologies.get_topology_desc(
                 platform="tpu", topology_name=topology, **_host(topology)
             )
     except Exception as error:
         raise ValueError(_without_compiler(kind, error)) from error
-    return list(found.devices)
+    return list(description.devices)
 
 
 def measure(
@@ -116,10 +116,10 @@ def measure(
         DoesNotFitError: if the step does not fit.
         ValueError: if there is no such slice or compiler.
     """
-    there = devices(topology)
+    chips = devices(topology)
     chip = CHIPS[topology.partition(":")[0]]
-    config = _for_topology(config, topology, len(there), tokens)
-    mesh = sharding.make_mesh(config.mesh, there)
+    config = _for_topology(config, topology, len(chips), tokens)
+    mesh = sharding.make_mesh(config.mesh, chips)
     compiled, shapes = _compile(config, vocab, mesh)
     memory = compiled.memory_analysis()
     batch_tokens = config.data.rows * config.data.length

@@ -12,7 +12,7 @@ import numpy as np
 Row = dict[str, Any]
 # The size on the axis: its place in a row's case, and its name.
 AXES = {"components": (2, "components K"), "vocab": (4, "words V")}
-COLOURS = ("#0b6e99", "#c4501b", "#4f7d2d", "#7a4d9f")
+COLORS = ("#0b6e99", "#c4501b", "#4f7d2d", "#7a4d9f")
 
 
 def cost(paths: Sequence[pathlib.Path | str], out: pathlib.Path | str) -> None:
@@ -57,16 +57,16 @@ def _panel(axes, result):
         if row["status"] == "ok" and "same_program_as" not in row
     ]
     unit, per = (1, "component") if sweep == "components" else (1000, "1,000 words")
-    for variant, colour in zip(
-        dict.fromkeys(row["variant"] for row in rows), COLOURS, strict=False
+    for variant, color in zip(
+        dict.fromkeys(row["variant"] for row in rows), COLORS, strict=False
     ):
-        mine = [row for row in rows if row["variant"] == variant]
-        size, ms, constant, slope = line(mine, sweep)
+        points = [row for row in rows if row["variant"] == variant]
+        size, ms, constant, slope = line(points, sweep)
         # "auto" is what a user gets without asking.
         name = "softbottle" if variant == "auto" else variant
         label = f"{name}: {constant:.2f} ms + {unit * slope:.3g} ms per {per}"
-        axes.plot(size, ms, "o", color=colour, label=label)
-        axes.plot(size, constant + slope * size, "-", color=colour, linewidth=1)
+        axes.plot(size, ms, "o", color=color, label=label)
+        axes.plot(size, constant + slope * size, "-", color=color, linewidth=1)
     _, tokens, components, dim, vocab = rows[0]["case"]
     fixed = f"K={components}" if sweep == "vocab" else f"V={vocab:,}"
     axes.set_title(f"N={tokens}, d={dim}, {fixed} on {result['device']}", fontsize=10)

@@ -122,14 +122,14 @@ def keep_last(make: Callable[..., T]) -> Callable[..., T]:
     The old result is let go of before the new one is made: a device may not hold the
     arrays of two cases.
     """
-    kept: dict[tuple[Any, ...], T] = {}
+    last: dict[tuple[Any, ...], T] = {}
 
     @functools.wraps(make)
     def call(*arguments):
-        if arguments not in kept:
-            kept.clear()
-            kept[arguments] = make(*arguments)
-        return kept[arguments]
+        if arguments not in last:
+            last.clear()
+            last[arguments] = make(*arguments)
+        return last[arguments]
 
     return call
 

@@ -32,9 +32,9 @@ UNROLLS = (1, 4, 8)
 DECODINGS = ("sample", "top_k", "log_probs")
 
 
-def check_names(name: str, given: list[str], known: list[str]) -> None:
+def check_names(name: str, names: list[str], known: list[str]) -> None:
     """Raise ValueError unless every given name is known."""
-    for value in given:
+    for value in names:
         if value not in known:
             raise ValueError(f"no {name} is called {value!r}; there are {known}.")
 
@@ -96,8 +96,8 @@ def head(
         for peer, name in wanted
         if not sweep or peer == "compile"
     ]
-    rows = [told(ask, OURS, common | task) for task in ours]
-    rows += [told(ask, THEIRS, common | task) for task in theirs]
+    rows = [run_and_report(ask, OURS, common | task) for task in ours]
+    rows += [run_and_report(ask, THEIRS, common | task) for task in theirs]
     order = {_title(case): index for index, case in enumerate(cases)}
     rows.sort(key=lambda row: order[row["group"]])
     facts = {"sweep": sweep, "ceiling_tflops": limit}
@@ -143,13 +143,15 @@ def lstm(
                 continue
             task = common | {"family": "ours", "variant": f"{chosen}, unroll {unroll}"}
             task |= {"implementation": chosen, "unroll": unroll, "dtype": dtype}
-            rows.append(told(ask, OURS, task))
+            rows.append(run_and_report(ask, OURS, task))
         rows += [
             common | {"family": "peer", "variant": f"torch {theirs}", "dtype": theirs}
             for theirs in ("float32", "bfloat16")
             if "torch" in peers
         ]
-    rows = [row if "status" in row else told(ask, THEIRS, row) for row in rows]
+    rows = [
+        row if "status" in row else run_and_report(ask, THEIRS, row) for row in rows
+    ]
     return summary("lstm", machine | {"dtype": dtype}, relate(rows, None))
 
 
@@ -176,15 +178,15 @@ def decode(
     rows = []
     for name in _default(cases, problem.DECODING, machine):
         case = problem.DECODING[name]
-        one = case._replace(components=1)
+        single = case._replace(components=1)
         for kind, chosen in itertools.product(DECODINGS, implementations):
             task = {"group": _title(case), "kind": kind, "implementation": chosen}
             task |= {"budget_mib": budget_mib, "seconds": seconds}
             named = f"{kind}, {chosen}"
             mixture = task | {"family": "ours", "variant": named, "case": case}
             softmax = task | {"family": "softmax", "variant": f"{named}, softmax"}
-            mixture = told(ask, OURS, mixture)
-            softmax = told(ask, OURS, softmax | {"case": one})
+            mixture = run_and_report(ask, OURS, mixture)
+            softmax = run_and_report(ask, OURS, softmax | {"case": single})
             if mixture["status"] == softmax["status"] == "ok":
                 mixture["over"] = {"softmax": mixture["ms"] / softmax["ms"]}
             rows += [mixture, softmax]
@@ -205,7 +207,7 @@ def ceiling(ask: worker.Ask, machine: Row, seconds: float) -> float | None:
     case = problem.Case("ceiling", 1, 1, size, 1)
     task = head_task(case, "square product", "ceiling", 0)
     task |= {"family": "bare", "group": "ceiling", "seconds": seconds}
-    return told(ask, OURS, task).get("tflops")
+    return run_and_report(ask, OURS, task).get("tflops")
 
 
 def relate(rows: list[Row], limit: float | None) -> list[Row]:
@@ -235,7 +237,7 @@ def summary(suite: str, facts: Row, rows: list[Row]) -> Row:
     return {"suite": suite, **facts, "rows": rows}
 
 
-def told(ask: worker.Ask, module: str, task: Row) -> Row:
+def run_and_report(ask: worker.Ask, module: str, task: Row) -> Row:
     """The task's row, told of on stderr."""
     row = ask(module, task)
     text = f"{row['ms']:.3f} ms" if "ms" in row else row.get("reason", "")
@@ -282,6 +284,6 @@ def _ours(case, implementations, sweep):
     tasks.append(ours(f"{implementations[0]}, evaluation", "evaluation", 1, **first))
     tasks.append(ours("bare products", "products", 3, "bare"))
     if case.components > 1:
-        one = case._replace(components=1)
-        tasks.append(ours("softmax", "loss", 3, "softmax", case=one, **first))
+        single = case._replace(components=1)
+        tasks.append(ours("softmax", "loss", 3, "softmax", case=single, **first))
     return tasks

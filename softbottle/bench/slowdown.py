@@ -42,7 +42,7 @@ def run(
         for variant, rival in step.rivals(config).items():
             task = common | {"variant": variant, "vocab": vocab, "length": length}
             task |= {"family": "ours", "config": config_lib.to_dict(rival)}
-            rows.append(race.told(ask, race.OURS, task))
+            rows.append(race.run_and_report(ask, race.OURS, task))
         case = problem.Case(name, tokens, 1, config_lib.context_dim(config), vocab)
         if "torch" in peers:
             task = (
@@ -51,7 +51,8 @@ def run(
             task |= {"kind": "loss", "family": "peer", "peer": "compile"}
             rows.append(task | {"check_flop": race.check_flop(machine)})
     rows = [
-        row if "status" in row else race.told(ask, race.THEIRS, row) for row in rows
+        row if "status" in row else race.run_and_report(ask, race.THEIRS, row)
+        for row in rows
     ]
     rows = _slowdowns(rows, limit)
     return race.summary("step", machine | {"ceiling_tflops": limit}, rows)
@@ -64,24 +65,24 @@ def _slowdowns(rows, limit):
             row["of_ceiling"] = row["tflops"] / limit
     related = []
     for group in dict.fromkeys(row["group"] for row in rows):
-        mine = {row["variant"]: row for row in rows if row["group"] == group}
-        ours = mine["softmax"]
-        heads = [row for row in mine.values() if row["family"] == "peer"]
+        variants = {row["variant"]: row for row in rows if row["group"] == group}
+        ours = variants["softmax"]
+        heads = [row for row in variants.values() if row["family"] == "peer"]
         heads = [row["ms"] for row in heads if row["status"] == "ok"]
         if heads and ours["status"] == "ok":
             head_ms = min(ours["head_ms"], *heads)
             ms = ours["ms"] - ours["head_ms"] + head_ms
             facts = {"variant": "softmax, faster head", "ms": ms, "head_ms": head_ms}
             facts |= dict.fromkeys(("tokens_per_second", "tflops", "of_ceiling"))
-            mine["softmax, faster head"] = ours | facts
-        for row in mine.values():
+            variants["softmax, faster head"] = ours | facts
+        for row in variants.values():
             if row["status"] == "ok" and row["family"] == "ours":
                 row["over"] = {
                     name: row["ms"] / other["ms"]
-                    for name, other in mine.items()
+                    for name, other in variants.items()
                     if other["status"] == "ok"
                     and name in ("softmax", "one component", "softmax, faster head")
                     and other is not row
                 }
-        related += mine.values()
+        related += variants.values()
     return related

@@ -162,6 +162,6 @@ def _recurrence(config, params, batch, initial_carry):
         return jnp.sum(jnp.square(states.hidden_BSD.astype(jnp.float32)))
 
     gradient = jax.jit(jax.grad(objective, argnums=(0, 1)))
-    mine = jax.tree.map(jnp.copy, params["backbone"])
+    backbone_params = jax.tree.map(jnp.copy, params["backbone"])
     carry = initial_carry(config.data.rows)
-    return lambda: gradient(mine, embedded_BSE, carry)
+    return lambda: gradient(backbone_params, embedded_BSE, carry)

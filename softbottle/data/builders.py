@@ -119,13 +119,13 @@ def source(
         ValueError: if `folder` has several data sets under it, or one in a format
             other than array_record.
     """
-    found = [path.parent for path in folder.glob("**/dataset_info.json")]
-    if len(found) != 1:
-        raise ValueError(f"{folder} must hold one data set; it has {sorted(found)}.")
-    builder = tfds.builder_from_directory(found[0])
+    folders = [path.parent for path in folder.glob("**/dataset_info.json")]
+    if len(folders) != 1:
+        raise ValueError(f"{folder} must hold one data set; it has {sorted(folders)}.")
+    builder = tfds.builder_from_directory(folders[0])
     if builder.info.file_format.value != "array_record":
         raise ValueError(
-            f"{found[0]} is in format {builder.info.file_format.value}; prepare it "
+            f"{folders[0]} is in format {builder.info.file_format.value}; prepare it "
             'with file_format="array_record".'
         )
     stored = "train" if split == "train" else "test"

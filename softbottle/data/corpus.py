@@ -281,12 +281,12 @@ def _warn_of_changed_files(name, sums):
 def _key(config, sums):
     """A hash of all that the ids depend on."""
     file = config.vocab_file
-    given = pathlib.Path(file).expanduser().read_bytes() if file else b""
+    words = pathlib.Path(file).expanduser().read_bytes() if file else b""
     settings = {
         "format": _FORMAT,
         "sums": sums,
         "vocab_size": config.vocab_size,
-        "vocab_file": hashlib.sha256(given).hexdigest(),
+        "vocab_file": hashlib.sha256(words).hexdigest(),
         "lowercase": config.lowercase,
     }
     return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]

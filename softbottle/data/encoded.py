@@ -124,8 +124,8 @@ def _stamps(folder):
     """Of each file, what changes when it is written to or another takes its place."""
     stats = {name: (folder / name).stat() for name in _HASHED}
     return {
-        name: (one.st_size, one.st_ino, one.st_mtime_ns, one.st_ctime_ns)
-        for name, one in stats.items()
+        name: (stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns)
+        for name, stat in stats.items()
     }
 
 

@@ -82,13 +82,13 @@ def _other_words():
 
 def _pairs():
     """All (templates, one word, another): the crossed ends of two related pairs."""
-    found = []
+    pairs = []
     for listed, lines in _TEMPLATES.items():
         templates = [line.split() for line in lines.splitlines()]
         related = [pair.split() for pair in listed.split(",")]
         for (a, b), (c, d) in itertools.combinations(related, 2):
-            found += [(templates, b, c), (templates, a, d)]
-    return found
+            pairs += [(templates, b, c), (templates, a, d)]
+    return pairs
 
 
 def _text(pairs, lines, vocab, random):
@@ -98,8 +98,8 @@ def _text(pairs, lines, vocab, random):
         templates, *words = pairs[index]
         template = templates[random.integers(len(templates))]
         random.shuffle(words)
-        named = iter(words)
-        line = [next(named) if word == "{}" else word for word in template]
+        answers = iter(words)
+        line = [next(answers) if word == "{}" else word for word in template]
         line += [words[random.integers(2)], EOS]
         ids += [vocab.lookup[word] for word in line]
     return np.array(ids, np.int32)

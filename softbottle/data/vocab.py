@@ -202,8 +202,8 @@ def most_frequent(numbering: Numbering, size: int, lowercase: bool) -> Vocab:
     words = list(numbering.lookup)
     order = np.argsort(-numbering.counts, kind="stable")
     ranked = (words[index] for index in order)
-    kept = [word for word in ranked if word not in (EOS, UNK)][: size - 2]
-    return Vocab((UNK, EOS, *kept), lowercase)
+    frequent = [word for word in ranked if word not in (EOS, UNK)][: size - 2]
+    return Vocab((UNK, EOS, *frequent), lowercase)
 
 
 def numbered(
@@ -238,7 +238,7 @@ def printable(text: str) -> str:
     Words come from anyone's text, and a terminal obeys the sequences that U+001B and
     U+009B begin. `repr` would do for a message, but escapes letters as well.
     """
-    return _CONTROLS.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+    return _CONTROLS.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
 def check_ids(name: str, ids: np.ndarray, size: int) -> None:

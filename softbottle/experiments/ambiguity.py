@@ -64,14 +64,14 @@ def answers(model: Model, params: Params, lines: Iterable[batches.Batch]) -> Ans
             cache.cache_log_probs(hidden_BSD, memory, len(output[1])),
         )
 
-    found, read = [], []
+    blocks, read = [], []
     for batch in lines:
         counts_BS = batch.weights_BS != 0
         arrays = [np.asarray(array)[counts_BS] for array in predict(params, batch)]
-        found.append([array[:, : model.options["vocab"]] for array in arrays])
+        blocks.append([array[:, : model.options["vocab"]] for array in arrays])
         places = zip(*np.nonzero(counts_BS), strict=True)
         read += [batch.ids_BS[row, : place + 1] for row, place in places]
-    plain_NV, joint_NV, cache_NV = map(np.concatenate, zip(*found, strict=True))
+    plain_NV, joint_NV, cache_NV = map(np.concatenate, zip(*blocks, strict=True))
     return Answers(plain_NV, joint_NV, cache_NV, read)
 
 
@@ -91,7 +91,7 @@ def right_answers(read: list[np.ndarray], vocab: Vocab) -> np.ndarray:
     return np.array([words[np.isin(words, nouns)] for words in read])
 
 
-def summarise(run: Run, corpus: Corpus) -> dict[str, Any]:
+def summarize(run: Run, corpus: Corpus) -> dict[str, Any]:
     """Acc@k and rank on the test lines, by the name of the distribution.
 
     The rank is judged in float32, of the head alone and of the head with its cache; the
@@ -103,17 +103,17 @@ def summarise(run: Run, corpus: Corpus) -> dict[str, Any]:
         raise ValueError(
             f"the answers are lines' ends, and data.unit is {data.unit!r}."
         )
-    found = answers(
+    predicted = answers(
         run.model, run.params, cut(corpus.test, data.eval_rows, data.eval_length)
     )
-    right_NA = right_answers(found.read, corpus.vocab)
+    right_NA = right_answers(predicted.read, corpus.vocab)
     summary: dict[str, Any] = {
         f"{name}_acc@{k}": accuracy_at(log_p_NV, right_NA, k)
-        for name, log_p_NV in found.log_probs.items()
+        for name, log_p_NV in predicted.log_probs.items()
         for k in PLACES
     }
     for name in NAMES[:2]:
-        spectrum = rank.spectrum(found.log_probs[name], np.float32)
+        spectrum = rank.spectrum(predicted.log_probs[name], np.float32)
         summary[f"{name}_rank"] = spectrum.rank
     return summary
 

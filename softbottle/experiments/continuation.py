@@ -91,8 +91,8 @@ def ngrams(text: Sequence[int], order: int) -> list[tuple[int, ...]]:
 
 def distinct(texts: Texts, order: int) -> float:
     """Different n-grams over n-grams, of all the texts together; NaN if none is."""
-    found = [gram for text in texts for gram in ngrams(text.tolist(), order)]
-    return len(set(found)) / len(found) if found else float("nan")
+    grams = [gram for text in texts for gram in ngrams(text.tolist(), order)]
+    return len(set(grams)) / len(grams) if grams else float("nan")
 
 
 def diversity(texts: Texts) -> float:
@@ -102,8 +102,8 @@ def diversity(texts: Texts) -> float:
     """
 
     def unrepeated(text):
-        found = [ngrams(text.tolist(), order) for order in _REPEATED]
-        return np.prod([len(set(grams)) / len(grams) for grams in found if grams])
+        by_order = [ngrams(text.tolist(), order) for order in _REPEATED]
+        return np.prod([len(set(grams)) / len(grams) for grams in by_order if grams])
 
     return float(np.mean([unrepeated(text) for text in texts]))
 
@@ -146,11 +146,11 @@ class Judge:
         given: the lines.
     """
 
-    def __init__(self, run: Run, given: Lines):
-        self._read, self._width = make_reader(run), len(given.rests[0])
-        prompts_BW = given.prompts_BP[:, 1:]
+    def __init__(self, run: Run, openings: Lines):
+        self._read, self._width = make_reader(run), len(openings.rests[0])
+        prompts_BW = openings.prompts_BP[:, 1:]
         self._prompt_BD = self._read(list(prompts_BW), prompts_BW.shape[1])
-        rest_BD = self._read(given.rests, self._width)
+        rest_BD = self._read(openings.rests, self._width)
         self._center_D = np.concatenate([self._prompt_BD, rest_BD]).mean(axis=0)
 
     def __call__(self, texts: Texts) -> float:
@@ -193,9 +193,9 @@ def compare(
         ValueError: if a model knows other words, or the lines are too short.
     """
     vocab = _shared_vocab(runs | judges)
-    given = beginnings(ids, vocab, settings)
-    prompts = [prompt[1:] for prompt in given.prompts_BP]
-    seated = {name: Judge(judge, given) for name, judge in judges.items()}
+    openings = beginnings(ids, vocab, settings)
+    prompts = [prompt[1:] for prompt in openings.prompts_BP]
+    seated = {name: Judge(judge, openings) for name, judge in judges.items()}
 
     def measured(texts):
         row = {"words": float(np.mean([len(text) for text in texts]))}
@@ -205,17 +205,17 @@ def compare(
             f"coherence, {name}": seat(texts) for name, seat in seated.items()
         }
 
-    shuffled = [*given.rests[1:], given.rests[0]]
+    shuffled = [*openings.rests[1:], openings.rests[0]]
     rows = [
-        {"run": "the line itself", "drawn": [measured(given.rests)]},
+        {"run": "the line itself", "drawn": [measured(openings.rests)]},
         {"run": "another line", "drawn": [measured(shuffled)]},
     ]
     samples = [{"prompt": _words(vocab, prompt)} for prompt in prompts[:5]]
-    for sample, rest in zip(samples, given.rests, strict=False):
+    for sample, rest in zip(samples, openings.rests, strict=False):
         sample["the line itself"] = _words(vocab, rest)
     for name, run in runs.items():
         for cache in (False, True):
-            drawn = _drawn(run, given.prompts_BP, cache, settings)
+            drawn = _drawn(run, openings.prompts_BP, cache, settings)
             way = f"{name}, cache" if cache else name
             row = {"run": way, **_perplexity(run, ids, cache)}
             rows.append(row | {"drawn": [measured(texts) for texts in drawn]})
@@ -252,8 +252,8 @@ def _drawn(run, prompts_BP, cache, settings):
         top_p=settings.top_p,
         cache=cache,
     )
-    made = (go_on(prompts_BP, seed) for seed in settings.seeds)
-    return [until(made_BN, run.vocab.eos) for made_BN in made]
+    drawn = (go_on(prompts_BP, seed) for seed in settings.seeds)
+    return [until(made_BN, run.vocab.eos) for made_BN in drawn]
 
 
 def _perplexity(run, ids, cache):
@@ -261,9 +261,9 @@ def _perplexity(run, ids, cache):
     data = run.config.data
     cut = lines.cut(data, run.vocab)
     score = evaluate.make_evaluator(run.model, cached=cache, cut=cut)
-    found = score(run.params, ids, data.eval_rows, data.eval_length)
-    right = {"cache_right": found.hits / found.count} if cache else {}
-    return {"perplexity": found.perplexity, **right}
+    result = score(run.params, ids, data.eval_rows, data.eval_length)
+    right = {"cache_right": result.hits / result.count} if cache else {}
+    return {"perplexity": result.perplexity, **right}
 
 
 def _shared_vocab(runs):

@@ -60,7 +60,7 @@ def run(
                     start = variant.train.init_from.replace("{seed}", str(seed))
                     variant.train.init_from = start
                 folder = workdir / f"{objective}-{rate:g}-{seed}"
-                runs.append(sweep.trained(variant, folder))
+                runs.append(sweep.train(variant, folder))
             rows.append({"objective": objective, "rate": rate, "runs": runs})
     (workdir / "objectives.json").write_text(json.dumps(rows, indent=2))
     (workdir / "objectives.md").write_text(table(rows) + "\n")

@@ -36,26 +36,26 @@ def run(
         seeds, also in `workdir/sweep.json`; the table is printed, the picture drawn.
     """
     workdir = pathlib.Path(workdir)
-    found: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    summaries: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for head in heads:
         for width in widths:
             for seed in seeds:
                 variant = model.with_head(config, head, width)
                 variant.seed = variant.data.synthetic.seed = seed
                 variant.train.equal_softmax = head == "mos"
-                summary = trained(variant, workdir / f"{head}-{width}-{seed}")
-                found.setdefault((head, width), []).append(summary)
+                summary = train(variant, workdir / f"{head}-{width}-{seed}")
+                summaries.setdefault((head, width), []).append(summary)
                 if "equal_softmax" in summary:
                     other = summary["equal_softmax"]
-                    found.setdefault((EQUAL, width), []).append(other)
-    rows = [_row(head, width, runs) for (head, width), runs in found.items()]
+                    summaries.setdefault((EQUAL, width), []).append(other)
+    rows = [_row(head, width, runs) for (head, width), runs in summaries.items()]
     (workdir / "sweep.json").write_text(json.dumps(rows, indent=2))
     print(table(rows))
     draw(rows).savefig(workdir / "sweep.png", dpi=150)
     return rows
 
 
-def trained(config: config_lib.Config, workdir: pathlib.Path) -> dict[str, Any]:
+def train(config: config_lib.Config, workdir: pathlib.Path) -> dict[str, Any]:
     """The summary of a run of the sweep; a run that is asked to stop stops it all."""
     summary = trial.run(config, workdir)
     if not summary:

@@ -37,14 +37,14 @@ def run(config: config_lib.Config, workdir: pathlib.Path | str) -> dict[str, Any
 
 def _measure(ended: loop.Ended) -> dict[str, Any] | None:
     """What is added to a run's summary; None if its rival was asked to stop."""
-    found = _inspect(ended) if jax.process_index() == 0 else {}
+    measured = _inspect(ended) if jax.process_index() == 0 else {}
     config = ended.run.config
     if not config.train.equal_softmax:
-        return found
+        return measured
     vocab, parameters = len(ended.corpus.vocab), ended.summary["parameters"]
     rival = model_lib.equal_softmax(config, vocab, parameters)
     beside = loop.run(rival, ended.workdir / "equal_softmax", at_end=_measure)
-    return found | {"equal_softmax": beside} if beside else None
+    return measured | {"equal_softmax": beside} if beside else None
 
 
 def _inspect(ended):
@@ -58,7 +58,7 @@ def _inspect(ended):
             stacklevel=2,
         )
     if config.data.name == "synthetic":
-        return truth.summarise(ended.run, ended.corpus, workdir)
+        return truth.summarize(ended.run, ended.corpus, workdir)
     if config.data.name == "templates":
-        return ambiguity.summarise(ended.run, ended.corpus)
+        return ambiguity.summarize(ended.run, ended.corpus)
     return {}

@@ -17,7 +17,7 @@ from softbottle.training.state import Run
 POSITIONS = 8192  # of the test text, at which distributions are compared
 
 
-def summarise(run: Run, corpus: Corpus, workdir: pathlib.Path) -> dict[str, Any]:
+def summarize(run: Run, corpus: Corpus, workdir: pathlib.Path) -> dict[str, Any]:
     """Divergence from the truth and ranks, and their picture in `workdir`.
 
     Returns:
@@ -78,8 +78,8 @@ def _draw(lines, entropy, learned, true, summary):
     figure = drawing.Figure(figsize=(10, 4), layout="constrained")
     loss, spectra = figure.subplots(1, 2)
     # None, where a run was shorter than the distance between two reports.
-    told = [line for line in lines if "loss" in line]
-    steps, losses = ([line[name] for line in told] for name in ("step", "loss"))
+    reported = [line for line in lines if "loss" in line]
+    steps, losses = ([line[name] for line in reported] for name in ("step", "loss"))
     loss.plot(steps, losses, label="training loss")
     loss.axhline(entropy, color="black", linestyle="--", label="entropy of the truth")
     loss.set(xlabel="step", ylabel="nats per word", title="Loss")

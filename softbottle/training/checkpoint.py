@@ -167,10 +167,10 @@ class Checkpoints:
         if self._keep is None:
             return
         sealed = sealed_steps(self._folder)
-        kept = sealed[-self._keep :]
+        retained = sealed[-self._keep :]
         if needed_at is not None:
-            kept += [step for step in sealed if step <= needed_at][-1:]
-        for step in set(sealed) - set(kept):
+            retained += [step for step in sealed if step <= needed_at][-1:]
+        for step in set(sealed) - set(retained):
             _delete(self._folder / str(step))
 
     def _failure(self, error):
@@ -236,7 +236,7 @@ def read(folder: pathlib.Path, step: int, like: Tree) -> tuple[Tree, dict[str, A
     arguments = ocp.args.Composite(tree=ocp.args.StandardRestore(abstract))
     try:
         with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as reader:
-            found = reader.restore(folder.absolute() / str(step), args=arguments)
+            restored = reader.restore(folder.absolute() / str(step), args=arguments)
     except (ValueError, KeyError) as error:
         raise CheckpointError(
             f"step {step} in {folder} does not fit this model: {error}"
@@ -248,7 +248,7 @@ def read(folder: pathlib.Path, step: int, like: Tree) -> tuple[Tree, dict[str, A
     tree = jax.tree.map(
         lambda leaf, value: value if leaf.size else jnp.zeros_like(leaf),
         like,
-        found["tree"],
+        restored["tree"],
     )
     return tree, host
 

@@ -40,17 +40,17 @@ class Writer:
         self, workdir: pathlib.Path, step: int, start: dict[str, Any], logged: int = 0
     ):
         path = workdir / "metrics.jsonl"
-        kept = [line for line in _lines(path) if line["step"] <= step]
-        if not any("start" in line for line in kept):
-            kept = [{"step": 0, "start": start}, *kept]
-        if logged and not any(line["step"] == logged for line in kept):
+        lines = [line for line in _lines(path) if line["step"] <= step]
+        if not any("start" in line for line in lines):
+            lines = [{"step": 0, "start": start}, *lines]
+        if logged and not any(line["step"] == logged for line in lines):
             warnings.warn(
                 f"{path} was deleted or cut short: it has no line of step {logged}, "
                 f"and the run resumes from step {step}. What is gone stays missing in "
                 "its curves.",
                 stacklevel=2,
             )
-        files.replace(path, "".join(json.dumps(line) + "\n" for line in kept))
+        files.replace(path, "".join(json.dumps(line) + "\n" for line in lines))
         self._path = path
         # Unbuffered, so that nothing is left to be written when it is closed.
         self._file = path.open("ab", buffering=0)
@@ -104,14 +104,14 @@ class Progress:
             disable=not sys.stderr.isatty(),
         )
         self._total, self._label, self._first = total, label, step
-        self._clock = self._told = time.monotonic()
+        self._clock = self._printed = time.monotonic()
 
     def advance(self, step: int) -> None:
         """Move the bar to a step."""
         self._bar.update(step - self._bar.n)
         now = time.monotonic()
-        if self._bar.disable and now - self._told >= PLAIN_SECONDS:
-            self._told = now
+        if self._bar.disable and now - self._printed >= PLAIN_SECONDS:
+            self._printed = now
             seconds = (now - self._clock) / max(1, step - self._first)
             left = tqdm.tqdm.format_interval(seconds * max(0, self._total - step))
             self.say(f"{self._label}: step {step:,} of {self._total:,}, {left} left")

@@ -55,18 +55,18 @@ class Trace:
             self._folder.glob("**/*.xplane.pb"), key=lambda path: path.stat().st_mtime
         )
         shares = busy_shares(jax.profiler.ProfileData.from_file(str(file)))
-        told = ", ".join(f"{100 * share:.1f}%" for share in shares)
-        found = (
-            f"a device computed for {told} of the time"
+        percentages = ", ".join(f"{100 * share:.1f}%" for share in shares)
+        summary = (
+            f"a device computed for {percentages} of the time"
             if shares
             else "no accelerator is in it"
         )
-        return f"traced {self._last - self._first} steps to {self._folder}: {found}"
+        return f"traced {self._last - self._first} steps to {self._folder}: {summary}"
 
 
 def busy_shares(profile: jax.profiler.ProfileData) -> list[float]:
     """For each accelerator, the share of its trace in which some kernel ran."""
-    found = []
+    shares = []
     for plane in profile.planes:
         if not plane.name.startswith("/device:"):
             continue
@@ -79,8 +79,8 @@ def busy_shares(profile: jax.profiler.ProfileData) -> list[float]:
             if not event.name.startswith(("MemcpyH2D", "MemcpyD2H"))
         ]
         if spans:
-            found.append(union(spans) / (max(b for _, b in spans) - min(spans)[0]))
-    return found
+            shares.append(union(spans) / (max(b for _, b in spans) - min(spans)[0]))
+    return shares
 
 
 def union(spans: list[tuple[float, float]]) -> float:

@@ -133,9 +133,9 @@ def load_corpus(
             f"the {len(run.vocab):,} of the run in {workdir}."
         )
     if stored.get(split, digest[split]) != digest[split]:
-        named = ", ".join(map(str, corpus_lib.files(data).get(split, [data.name])))
+        names = ", ".join(map(str, corpus_lib.files(data).get(split, [data.name])))
         raise ValueError(
-            f"the {split} text is not the one that the run in {workdir} has: {named} "
+            f"the {split} text is not the one that the run in {workdir} has: {names} "
             "changed since it was trained."
         )
     return corpus
@@ -200,15 +200,15 @@ def _check_corpus(workdir, config, vocab, digest):
     """Raise unless words and text are the run's; a damaged vocab.txt may be mended."""
     stored = text_digest(workdir)
     try:
-        found = Vocab.load(workdir / "vocab.txt").digest
+        on_disk = Vocab.load(workdir / "vocab.txt").digest
     except (OSError, ValueError):
-        found = None
-    if stored.get("vocab", found) != digest["vocab"]:
+        on_disk = None
+    if stored.get("vocab", on_disk) != digest["vocab"]:
         raise ValueError(
             f"the corpus's vocabulary ({len(vocab):,} words) is not the one that "
             f"the run in {workdir} was trained with."
         )
-    if found != digest["vocab"]:
+    if on_disk != digest["vocab"]:
         warnings.warn(
             f"{workdir / 'vocab.txt'} was damaged; it is written anew.", stacklevel=4
         )
@@ -217,10 +217,10 @@ def _check_corpus(workdir, config, vocab, digest):
     ]
     if changed:
         paths = corpus_lib.files(config.data)
-        named = [str(path) for name in changed for path in paths.get(name, [])]
+        names = [str(path) for name in changed for path in paths.get(name, [])]
         raise ValueError(
             f"the run in {workdir} was trained on another text: {', '.join(changed)} "
-            f"changed ({', '.join(named) or config.data.name}). Give the text it was "
+            f"changed ({', '.join(names) or config.data.name}). Give the text it was "
             "started with, or another --workdir."
         )
 

@@ -43,7 +43,7 @@ def workdir(tmp_path_factory):
 def test_a_run_on_the_templates_tells_accuracy_and_rank(workdir):
     run = state.load_run(workdir)
     text = corpus.load(run.config.data)
-    summary = ambiguity.summarise(run, text)
+    summary = ambiguity.summarize(run, text)
     for name in ambiguity.NAMES:
         shares = [summary[f"{name}_acc@{k}"] for k in ambiguity.PLACES]
         assert shares == sorted(shares) and 0 <= shares[0] <= shares[-1] <= 1

@@ -25,7 +25,7 @@ def summary(run, tmp_path_factory):
     for step in (1, 2, 3):
         writer.write(step, loss=3.0 - 0.1 * step)
     writer.close()
-    return truth.summarise(*run, workdir), workdir
+    return truth.summarize(*run, workdir), workdir
 
 
 def test_the_figure_is_drawn(summary):

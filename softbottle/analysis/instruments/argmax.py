@@ -49,13 +49,13 @@ class Reach(NamedTuple):
     Attributes:
         reachable_V: whether a word can be the argmax.
         margin_V: of the state that was found, or the most there is where none was.
-        programmes: how many words the quick search left to the linear programme.
+        programs: how many words the quick search left to the linear program.
         words_V: the words in question.
     """
 
     reachable_V: np.ndarray
     margin_V: np.ndarray
-    programmes: int
+    programs: int
     words_V: np.ndarray
 
 
@@ -204,7 +204,7 @@ def section(reaches: dict[str, Reach], sets: dict[str, TopSets]) -> report.Secti
         name: {
             "unreachable": words,
             "tried": len(reaches[name].words_V),
-            "decided_by_linear_programme": reaches[name].programmes,
+            "decided_by_linear_programme": reaches[name].programs,
             "smallest_margin": reaches[name].margin_V.min(),
         }
         for name, words in lost.items()
@@ -252,16 +252,16 @@ def _checked(table_VE, bias_V):
 
 def _search(table_VE, bias_V, margin_V, scale):
     """Raise `margin_V` where a state along a row, or its mirror images, will do."""
-    centred_VE = table_VE - table_VE.mean(axis=0)
+    centered_VE = table_VE - table_VE.mean(axis=0)
     # Every distance between rows is below the sum of their norms.
-    norm_V = np.linalg.norm(centred_VE, axis=1)
+    norm_V = np.linalg.norm(centered_VE, axis=1)
     reach_V = np.maximum(norm_V + norm_V.max(), np.finfo(float).tiny)
     left = np.flatnonzero(margin_V <= MARGIN)
     size = max(1, _BLOCK // len(table_VE))
     for start in range(0, len(left), size):
         words_U = left[start : start + size]
-        largest_U1 = np.abs(centred_VE[words_U]).max(axis=1, keepdims=True)
-        state_UE = scale * centred_VE[words_U] / np.maximum(largest_U1, 1e-200)
+        largest_U1 = np.abs(centered_VE[words_U]).max(axis=1, keepdims=True)
+        state_UE = scale * centered_VE[words_U] / np.maximum(largest_U1, 1e-200)
         for _ in range(_REFLECTIONS):
             gap_U, rival_U = _gap(table_VE, bias_V, state_UE, words_U)
             margin_V[words_U] = np.maximum(margin_V[words_U], gap_U / reach_V[words_U])

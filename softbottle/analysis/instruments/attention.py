@@ -34,7 +34,7 @@ from scipy import stats
 
 from softbottle.analysis import drawing, report
 from softbottle.analysis.capture import Capture, present
-from softbottle.analysis.instruments import normalisers
+from softbottle.analysis.instruments import normalizers
 from softbottle.analysis.settings import Settings
 
 COUNTS = (1, 2, 5, 10, 20, 50, 100)  # numbers of tokens that may be selected
@@ -197,13 +197,13 @@ def sensitivity(
     Raises:
         ValueError: if a logit is not finite, or the temperature or step not positive.
     """
-    logits_RL = normalisers.finite("logits", logits_RL)
+    logits_RL = normalizers.finite("logits", logits_RL)
     if temperature <= 0 or step <= 0:
         raise ValueError(f"need T > 0 and eps > 0, got {temperature} and {step}.")
     direction_RL = np.random.default_rng(seed).normal(size=logits_RL.shape)
     direction_RL /= np.linalg.norm(direction_RL, axis=-1, keepdims=True)
     before_RL, after_RL = (
-        normalisers.softmax(some_RL, temperature)
+        normalizers.softmax(some_RL, temperature)
         for some_RL in (logits_RL, logits_RL + step * direction_RL)
     )
     return np.linalg.norm(after_RL - before_RL, axis=-1) / step
@@ -220,8 +220,8 @@ def limits(
     Raises:
         ValueError: as `selection` and `sensitivity` do.
     """
-    logits_RL = normalisers.finite("logits", logits_RL)
-    weights = {name: apply(logits_RL) for name, apply in normalisers.ALL.items()}
+    logits_RL = normalizers.finite("logits", logits_RL)
+    weights = {name: apply(logits_RL) for name, apply in normalizers.ALL.items()}
     length = logits_RL.shape[-1]
     lengths_N = np.unique(np.geomspace(min(4, length), length, 9).astype(int))
     return Limits(
@@ -237,7 +237,7 @@ def limits(
         lengths_N,
         {
             name: np.array([apply(logits_RL[:, :n]).max(-1).mean() for n in lengths_N])
-            for name, apply in normalisers.ALL.items()
+            for name, apply in normalizers.ALL.items()
         },
         length_law(np.abs(logits_RL).max(), lengths_N),
         np.asarray(temperatures),
@@ -306,12 +306,16 @@ def inspect(captures: Sequence[Capture], settings: Settings) -> report.Section:
     return section(survey(*present("attention_rows", capture.attention_rows)))
 
 
-def _draw_selections(distance, inside, name, counts_N, some):
-    (line,) = distance.plot(counts_N, [x.distance_R.mean() for x in some], label=name)
+def _draw_selections(distance, inside, name, counts_N, selections):
+    (line,) = distance.plot(
+        counts_N, [x.distance_R.mean() for x in selections], label=name
+    )
     color = line.get_color()
-    distance.plot(counts_N, [x.bound_R.mean() for x in some], "--", color=color)
-    inside.plot(counts_N, [x.inside_R.mean() for x in some], color=color, label=name)
-    inside.plot(counts_N, [x.uneven_R.mean() for x in some], ":", color=color)
+    distance.plot(counts_N, [x.bound_R.mean() for x in selections], "--", color=color)
+    inside.plot(
+        counts_N, [x.inside_R.mean() for x in selections], color=color, label=name
+    )
+    inside.plot(counts_N, [x.uneven_R.mean() for x in selections], ":", color=color)
 
 
 def _away(weights_RL, values_LD, order_RL, count):
@@ -351,8 +355,8 @@ def _distances(values_LD):
 
 
 def _checked(weights_RL, values_LD, counts):
-    weights_RL = normalisers.finite("weights", weights_RL)
-    values_LD = normalisers.finite("values", values_LD)
+    weights_RL = normalizers.finite("weights", weights_RL)
+    values_LD = normalizers.finite("values", values_LD)
     if values_LD.ndim != 2 or weights_RL.shape[1:] != values_LD.shape[:1]:
         raise ValueError(
             f"weights of shape {weights_RL.shape} and values of {values_LD.shape} are "

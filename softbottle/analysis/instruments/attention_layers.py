@@ -24,7 +24,7 @@ from scipy import special, stats
 
 from softbottle.analysis import drawing, report
 from softbottle.analysis.capture import Capture
-from softbottle.analysis.instruments import attention, normalisers
+from softbottle.analysis.instruments import attention, normalizers
 from softbottle.analysis.settings import Settings
 
 SELECTED = 5  # tokens that `inside` and `tightness` are about
@@ -79,7 +79,7 @@ def measure(
         ValueError: if a stretch has `SELECTED` tokens or fewer, the shapes disagree or
             an entry is not finite.
     """
-    logits_LWHS = normalisers.finite("logits", logits_LWHS)
+    logits_LWHS = normalizers.finite("logits", logits_LWHS)
     layers, stretches, _, length = logits_LWHS.shape
     rows = {len(layer_ND) for layer_ND in states}
     if len(states) != layers or rows != {stretches * length} or length <= SELECTED:
@@ -91,9 +91,9 @@ def measure(
     values = [_unit(layer_ND).reshape(stretches, length, -1) for layer_ND in states]
     maps = {
         name: _maps(apply(logits_LWHS), values)
-        for name, apply in normalisers.ALL.items()
+        for name, apply in normalizers.ALL.items()
     }
-    weights_LWHS = normalisers.softmax(logits_LWHS)
+    weights_LWHS = normalizers.softmax(logits_LWHS)
     critical = [
         _critical(list(zip(*layer, strict=True)), length, seed)
         for layer in zip(weights_LWHS, values, strict=True)
@@ -150,7 +150,7 @@ def section(models: dict[str, Heads]) -> report.Section:
         "of the tokens."
     )
     figures = [report.Figure("attention-heads", figure, reading)]
-    figures.append(_draw_normalisers(models))
+    figures.append(_draw_normalizers(models))
     numbers = {name: heads._asdict() for name, heads in models.items()}
     for place, (name, heads) in enumerate(models.items()):
         inner = attention.section(heads.limits)
@@ -172,7 +172,7 @@ def _of_capture(capture):
     return measure(capture.logits_LWHS, entering)
 
 
-def _draw_normalisers(models):
+def _draw_normalizers(models):
     figure = drawing.Figure(figsize=(9, 3.2), layout="constrained")
     width = 0.8 / len(models)
     for axes, key in zip(figure.subplots(1, len(_COMPARED)), _COMPARED, strict=True):
@@ -180,7 +180,7 @@ def _draw_normalisers(models):
             heights = [measured[key] for measured in heads.normalised.values()]
             at = np.arange(len(heights)) + width * (index - (len(models) - 1) / 2)
             axes.bar(at, heights, width, label=name)
-        axes.set_xticks(range(len(heights)), normalisers.ALL, rotation=20, ha="right")
+        axes.set_xticks(range(len(heights)), normalizers.ALL, rotation=20, ha="right")
         axes.set(title=_COMPARED[key], ylim=(0, 1))
         if key == "spread":
             # From one token to all of them.
@@ -227,11 +227,11 @@ def _critical(pairs, length, seed):
 
 
 def _firsts(heads):
-    some = heads.critical_L[heads.critical_L > 0]
-    if not len(some):
+    counts = heads.critical_L[heads.critical_L > 0]
+    if not len(counts):
         most = max(count for count in attention.COUNTS if count < heads.length)
         return f"in no layer, up to {most} tokens"
-    return f"from {int(np.median(some)):,} tokens on in {len(some)} layers (median)"
+    return f"from {int(np.median(counts)):,} tokens on in {len(counts)} layers (median)"
 
 
 def _unit(states_ND):

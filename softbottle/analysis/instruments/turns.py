@@ -122,17 +122,17 @@ def section(runs: dict[str, Curves]) -> report.Section:
     grid, lines, numbers = figure.subplots(len(runs), 3, squeeze=False), [], {}
     for row, (name, curves) in zip(grid, runs.items(), strict=True):
         turns = turning(curves)
-        for axes, (what, value_M) in zip(row, _named(curves).items(), strict=True):
+        for axes, (quantity, value_M) in zip(row, _named(curves).items(), strict=True):
             axes.plot(curves.step_M, value_M, marker=".")
             axes.set_xscale("symlog", linthresh=1)  # there may be a step 0
-            axes.set(xlabel="step", title=f"{name}: {what}")
-            if what in turns and turns[what].turned:
-                axes.axvline(turns[what].step, color="grey", linestyle=":")
-                axes.axvspan(*turns[what].interval, color="grey", alpha=0.2)
+            axes.set(xlabel="step", title=f"{name}: {quantity}")
+            if quantity in turns and turns[quantity].turned:
+                axes.axvline(turns[quantity].step, color="grey", linestyle=":")
+                axes.axvspan(*turns[quantity].interval, color="grey", alpha=0.2)
         lines.append(f"{name}: {_sentence(curves, turns)}")
         numbers[name] = curves._asdict() | {"lags": _lags(turns)}
-        for what, at in turns.items():
-            numbers[name][f"turn of the {what}"] = at._asdict() | {"draws": None}
+        for quantity, at in turns.items():
+            numbers[name][f"turn of the {quantity}"] = at._asdict() | {"draws": None}
     reading = "Dotted: where a curve stops falling; shaded: where 95% of refits put it."
     figures = [report.Figure("saturation-steps", figure, reading)]
     return report.Section("Saturation in training", " ".join(lines), figures, numbers)

@@ -91,13 +91,13 @@ def _capture(name, arrays):
     texts = [key for key, array in arrays.items() if array.dtype.kind in "US"]
     if set(texts) - {"names"}:
         raise ValueError(f"{texts} hold texts; only names may.")
-    there, bare, rows, models = set(arrays), Capture(name), None, None
-    if there >= {"hidden", "table"}:
+    names, bare, rows, models = set(arrays), Capture(name), None, None
+    if names >= {"hidden", "table"}:
         states, labels_N = [arrays["hidden"]], arrays.get("labels")
         bare = of_softmax(name, arrays["table"], arrays.get("bias"), states, labels_N)
-    if there >= {"logits", "values"}:
+    if names >= {"logits", "values"}:
         rows = AttentionRows(arrays["logits"], arrays["values"])
-    if there.issuperset(_SIZES):
+    if names.issuperset(_SIZES):
         sizes = (arrays[key] for key in _SIZES)
         models = Models(*sizes, arrays.get("names"), arrays.get("fitted"))
     if bare.table_VE is None and rows is None and models is None:

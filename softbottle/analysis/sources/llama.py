@@ -126,16 +126,16 @@ def trace(model: Model, ids_S: np.ndarray) -> Trace:
         )
         states.append(np.asarray(hidden_SD))
         logits.append(np.asarray(logits_HS))
-    last_SD = _normalise(hidden_SD, model.scale_D, model.epsilon)
+    last_SD = _rms_norm(hidden_SD, model.scale_D, model.epsilon)
     return Trace([*states[:-1], np.asarray(last_SD)], np.stack(logits))
 
 
 @functools.partial(jax.jit, static_argnames=("heads", "epsilon"))
 def _block(hidden_SD, params, rate_H, *, heads, epsilon):
-    inputs_SD = _normalise(hidden_SD, params["attn_norm"], epsilon)
+    inputs_SD = _rms_norm(hidden_SD, params["attn_norm"], epsilon)
     mixed_SD, logits_HS = _attend(inputs_SD, params, rate_H, heads)
     hidden_SD += mixed_SD
-    inputs_SD = _normalise(hidden_SD, params["ffn_norm"], epsilon)
+    inputs_SD = _rms_norm(hidden_SD, params["ffn_norm"], epsilon)
     gate_SF = jax.nn.silu(inputs_SD @ params["ffn_gate"].T)
     up_SF = inputs_SD @ params["ffn_up"].T
     return hidden_SD + (gate_SF * up_SF) @ params["ffn_down"].T, logits_HS
@@ -169,7 +169,7 @@ def _rotate(values_SNH, rate_H):
     return jnp.stack(turned, axis=-1).reshape(values_SNH.shape)
 
 
-def _normalise(hidden_SD, scale_D, epsilon):
+def _rms_norm(hidden_SD, scale_D, epsilon):
     mean_S1 = jnp.mean(jnp.square(hidden_SD), axis=-1, keepdims=True)
     return hidden_SD * jax.lax.rsqrt(mean_S1 + epsilon) * scale_D[None]
 

@@ -27,7 +27,7 @@ def test_a_point_inside_the_hull_is_never_first(point):
     found = argmax.reach(with_inside_point(point))
     assert found.reachable_V.tolist() == [True] * 4 + [False]
     assert found.margin_V[4] <= argmax.MARGIN
-    assert found.programmes == 1
+    assert found.programs == 1
 
 
 def test_a_point_outside_is_first_and_may_cover_another():
@@ -70,8 +70,8 @@ def test_the_quick_search_changes_no_verdict_and_saves_programmes(monkeypatch):
     monkeypatch.setattr(argmax, "_REFLECTIONS", 0)
     exact = argmax.reach(table_VE, bias_V)
     np.testing.assert_array_equal(quick.reachable_V, exact.reachable_V)
-    assert 0 < np.sum(~quick.reachable_V) <= quick.programmes < 97
-    assert exact.programmes == 97
+    assert 0 < np.sum(~quick.reachable_V) <= quick.programs < 97
+    assert exact.programs == 97
 
 
 def test_the_largest_margin_is_the_radius_of_the_largest_ball():

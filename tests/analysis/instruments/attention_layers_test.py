@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from softbottle.analysis import report
-from softbottle.analysis.instruments import attention, attention_layers, normalisers
+from softbottle.analysis.instruments import attention, attention_layers, normalizers
 
 LAYERS, STRETCHES, HEADS, LENGTH, DIM = 2, 3, 4, 31, 6
 
@@ -36,7 +36,7 @@ def test_each_head_is_measured_on_the_states_that_enter_its_layer():
     for stretch in range(STRETCHES):
         values_SD = states[1][stretch * LENGTH : (stretch + 1) * LENGTH]
         values_SD = values_SD / np.linalg.norm(values_SD, axis=1, keepdims=True)
-        weights_HS = normalisers.softmax(logits_LWHS[1, stretch])
+        weights_HS = normalizers.softmax(logits_LWHS[1, stretch])
         one = attention.selection(weights_HS, values_SD, attention_layers.SELECTED)
         inside_WH.append(one.inside_R)
     np.testing.assert_allclose(found.inside_LH[1], np.mean(inside_WH, axis=0))
@@ -63,11 +63,11 @@ def test_a_constant_added_to_a_row_changes_nothing():
 def test_every_normaliser_is_measured_on_the_same_logits():
     logits_LWHS, states = random_logits(), make_states()
     found = attention_layers.measure(logits_LWHS, states)
-    assert set(found.normalised) == set(normalisers.ALL)
+    assert set(found.normalised) == set(normalizers.ALL)
     softmax, sparsemax = (found.normalised[n] for n in ("softmax", "sparsemax"))
     assert softmax["spread"] == pytest.approx(found.spread_LH.mean())
     assert softmax["inside"] == pytest.approx(found.inside_LH.mean())
-    weights_LWHS = normalisers.sparsemax(logits_LWHS)
+    weights_LWHS = normalizers.sparsemax(logits_LWHS)
     largest = np.mean(
         [[row.max() for row in w.reshape(-1, LENGTH)] for w in weights_LWHS]
     )
@@ -83,7 +83,7 @@ def test_the_middle_layer_s_heads_are_measured_in_full():
     values_SD = states[1][:LENGTH]
     values_SD = values_SD / np.linalg.norm(values_SD, axis=1, keepdims=True)
     alone = attention.survey(logits_LWHS[1, 0], values_SD)
-    assert set(found.selections) == set(normalisers.ALL)
+    assert set(found.selections) == set(normalizers.ALL)
     assert found.critical == alone.critical and list(found.counts_N) == [
         1,
         2,

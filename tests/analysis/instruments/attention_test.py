@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from softbottle.analysis import report
-from softbottle.analysis.instruments import attention, normalisers
+from softbottle.analysis.instruments import attention, normalizers
 
 
 def make_inputs(rows=6, length=23, dim=5, scale=2.0, seed=0):
@@ -21,11 +21,11 @@ def brute_force(weights_L, values_LD, count):
     return total, np.array(away[count:]), np.array(away[:count])
 
 
-@pytest.mark.parametrize("name", normalisers.ALL)
+@pytest.mark.parametrize("name", normalizers.ALL)
 @pytest.mark.parametrize("count", [1, 4, 22])
 def test_distance_and_separability_are_those_of_brute_force(name, count):
     logits_RL, values_LD = make_inputs()
-    weights_RL = normalisers.ALL[name](logits_RL)
+    weights_RL = normalizers.ALL[name](logits_RL)
     found = attention.selection(weights_RL, values_LD, count)
     for row, weights_L in enumerate(weights_RL):
         total, outside, inside = brute_force(weights_L, values_LD, count)
@@ -43,8 +43,8 @@ def test_no_distance_exceeds_the_bound(seed):
     logits_RL, values_LD = make_inputs(
         50, length, int(rng.integers(1, 9)), rng.exponential(3.0), seed
     )
-    name = list(normalisers.ALL)[seed % 4]
-    weights_RL = normalisers.ALL[name](logits_RL)
+    name = list(normalizers.ALL)[seed % 4]
+    weights_RL = normalizers.ALL[name](logits_RL)
     for count in {1, length // 2 or 1, length - 1}:
         found = attention.selection(weights_RL, values_LD, count)
         assert np.all(found.distance_R <= found.bound_R * (1 + 1e-9) + 1e-9)
@@ -63,11 +63,11 @@ def test_the_bound_is_attained_by_vectors_on_a_line_through_the_origin():
 
 def test_distance_grows_with_the_length_and_falls_as_all_are_selected():
     _, values_LD = make_inputs(length=400)
-    peaked_RL = normalisers.softmax(10.0 * np.eye(1, 400))
+    peaked_RL = normalizers.softmax(10.0 * np.eye(1, 400))
     lengths = [50, 100, 200, 400]
     distance = [
         attention.selection(
-            normalisers.softmax(10.0 * np.eye(1, n)), values_LD[:n], 1
+            normalizers.softmax(10.0 * np.eye(1, n)), values_LD[:n], 1
         ).distance_R[0]
         for n in lengths
     ]
@@ -95,7 +95,7 @@ def test_the_separability_bounds_hold_on_average_for_points_of_a_sphere(count):
     for _ in range(200):
         values_LD = rng.normal(size=(24, 6))
         values_LD /= np.linalg.norm(values_LD, axis=-1, keepdims=True)
-        weights_RL = normalisers.softmax(rng.normal(size=(1, 24)))
+        weights_RL = normalizers.softmax(rng.normal(size=(1, 24)))
         found = attention.selection(weights_RL, values_LD, count)
         shares.append(found.inside_R[0])
         lowers.append(found.inside_lower_R[0])
@@ -110,13 +110,13 @@ def test_softmax_weights_of_bounded_logits_obey_the_law_of_one_over_length(
     rng = np.random.default_rng(0)
     for length in (2, 31, 997):
         logits_RL = rng.uniform(-1.5, 1.5, size=(20, length))
-        weights_RL = normalisers.softmax(logits_RL, temperature)
+        weights_RL = normalizers.softmax(logits_RL, temperature)
         least, most = attention.length_law(1.5, [length], temperature)[0]
         assert least <= weights_RL.min() and weights_RL.max() <= most
     # The constants are the best there are: one logit against many of the other sign.
     logits_RL = np.full((1, 10_000), -1.5)
     logits_RL[0, 0] = 1.5
-    largest = normalisers.softmax(logits_RL).max()
+    largest = normalizers.softmax(logits_RL).max()
     assert largest > 0.99 * attention.length_law(1.5, [10_000])[0, 1]
 
 
@@ -124,7 +124,7 @@ def test_the_jacobian_of_softmax_is_below_one_over_two_t_and_not_one_over_four_t
     rng = np.random.default_rng(0)
     norms = []
     for scale in np.geomspace(0.1, 30, 60):
-        alpha_L = normalisers.softmax(scale * rng.normal(size=7))
+        alpha_L = normalizers.softmax(scale * rng.normal(size=7))
         norms.append(np.linalg.norm(np.diag(alpha_L) - np.outer(alpha_L, alpha_L), 2))
     assert 0.25 < max(norms) <= 0.5
     half = np.full(2, 0.5)
@@ -147,15 +147,15 @@ def test_sensitivity_is_below_both_of_its_bounds(temperature, step):
 def test_nearly_equal_weights_look_blind_and_peaked_ones_do_not():
     logits_RL, values_LD = make_inputs(rows=60, length=64, scale=1.0)
     counts = [1, 8]
-    flat_RL = normalisers.softmax(1e-4 * logits_RL)
+    flat_RL = normalizers.softmax(1e-4 * logits_RL)
     assert attention.critical_count(flat_RL, values_LD, counts) == 1
-    peaked_RL = normalisers.softmax(8 * logits_RL)
+    peaked_RL = normalizers.softmax(8 * logits_RL)
     assert attention.critical_count(peaked_RL, values_LD, counts) is None
 
 
 def test_bad_weights_values_and_counts_are_named():
     logits_RL, values_LD = make_inputs()
-    weights_RL = normalisers.softmax(logits_RL)
+    weights_RL = normalizers.softmax(logits_RL)
     with pytest.raises(ValueError, match=r"counts must lie in \[1, 23\), got \[23\]"):
         attention.selection(weights_RL, values_LD, 23)
     with pytest.raises(ValueError, match=r"\(6, 23\) and values of \(22, 5\)"):
@@ -171,7 +171,7 @@ def test_bad_weights_values_and_counts_are_named():
 def test_all_limits_go_into_one_report(tmp_path):
     logits_RL, values_LD = make_inputs(rows=12, length=37)
     found = attention.limits(logits_RL, values_LD, [1, 3, 9], [0.1, 1.0, 10.0])
-    assert set(found.selections) == set(found.critical) == set(normalisers.ALL)
+    assert set(found.selections) == set(found.critical) == set(normalizers.ALL)
     assert found.lengths_N[-1] == 37
     assert np.all(found.largest_N["softmax"] <= found.law_N2[:, 1])
     section = attention.section(found)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import optimize
 
-from softbottle.analysis.instruments import normalisers
+from softbottle.analysis.instruments import normalizers
 
 
 def make_logits(rows=5, length=17, scale=2.0, seed=0):
@@ -27,10 +27,10 @@ def entmax_by_root(logits_L, alpha):
     return weights(tau)
 
 
-@pytest.mark.parametrize("name", normalisers.ALL)
+@pytest.mark.parametrize("name", normalizers.ALL)
 def test_weights_are_distributions_in_the_order_of_the_logits(name):
     logits_RL = make_logits()
-    weights_RL = normalisers.ALL[name](logits_RL)
+    weights_RL = normalizers.ALL[name](logits_RL)
     assert weights_RL.min() >= 0
     np.testing.assert_allclose(weights_RL.sum(axis=-1), 1, rtol=1e-12)
     sorted_RL = np.take_along_axis(weights_RL, np.argsort(logits_RL), axis=-1)
@@ -40,7 +40,7 @@ def test_weights_are_distributions_in_the_order_of_the_logits(name):
 def test_sparsemax_is_the_nearest_distribution():
     logits_RL = make_logits(scale=0.7)
     for logits_L, weights_L in zip(
-        logits_RL, normalisers.sparsemax(logits_RL), strict=True
+        logits_RL, normalizers.sparsemax(logits_RL), strict=True
     ):
         # Optimal if and only if no distribution's corner is nearer in first order.
         gradient_L = weights_L - logits_L
@@ -52,17 +52,17 @@ def test_sparsemax_is_the_nearest_distribution():
 def test_entmax_is_what_a_root_finder_gives(alpha, scale):
     logits_RL = make_logits(scale=scale)
     expected_RL = [entmax_by_root(logits_L, alpha) for logits_L in logits_RL]
-    found_RL = normalisers.entmax(logits_RL, alpha)
+    found_RL = normalizers.entmax(logits_RL, alpha)
     np.testing.assert_allclose(found_RL, expected_RL, atol=1e-10)
 
 
 def test_entmax_joins_sparsemax_and_softmax():
     logits_RL = make_logits()
     np.testing.assert_allclose(
-        normalisers.entmax(logits_RL, 2.0), normalisers.sparsemax(logits_RL), atol=1e-12
+        normalizers.entmax(logits_RL, 2.0), normalizers.sparsemax(logits_RL), atol=1e-12
     )
     np.testing.assert_allclose(
-        normalisers.entmax(logits_RL, 1.0001), normalisers.softmax(logits_RL), atol=1e-3
+        normalizers.entmax(logits_RL, 1.0001), normalizers.softmax(logits_RL), atol=1e-3
     )
 
 
@@ -70,20 +70,20 @@ def test_scalable_softmax_keeps_a_token_that_softmax_lets_fade():
     def largest(apply, length):
         return apply(np.eye(1, length) * 2.0).max()
 
-    softmax = [largest(normalisers.softmax, n) for n in (10, 1000)]
-    scalable = [largest(normalisers.scalable_softmax, n) for n in (10, 1000)]
+    softmax = [largest(normalizers.softmax, n) for n in (10, 1000)]
+    scalable = [largest(normalizers.scalable_softmax, n) for n in (10, 1000)]
     assert softmax[0] > 20 * softmax[1]
     # L^2 / (L^2 + L - 1), by hand.
     expected = [100 / 109, 1e6 / (1e6 + 999)]
     np.testing.assert_allclose(scalable, expected, rtol=1e-12)
 
 
-@pytest.mark.parametrize("name", normalisers.ALL)
+@pytest.mark.parametrize("name", normalizers.ALL)
 def test_bad_logits_are_named(name):
     with pytest.raises(ValueError, match=r"shape \(1, 2\) with 1 entries"):
-        normalisers.ALL[name](np.array([[0.0, np.nan]]))
+        normalizers.ALL[name](np.array([[0.0, np.nan]]))
 
 
 def test_alpha_of_one_is_refused():
     with pytest.raises(ValueError, match=r"alpha must be > 1, got 1"):
-        normalisers.entmax(np.ones((1, 2)), 1)
+        normalizers.entmax(np.ones((1, 2)), 1)

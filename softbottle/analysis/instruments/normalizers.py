@@ -16,7 +16,7 @@ from scipy import special
 
 from softbottle.analysis.capture import real
 
-Normaliser = Callable[[np.ndarray], np.ndarray]
+Normalizer = Callable[[np.ndarray], np.ndarray]
 
 _BISECTIONS = 60
 
@@ -65,7 +65,7 @@ def entmax(logits_RL: np.ndarray, alpha: float = 1.5) -> np.ndarray:
     return weights_RL / weights_RL.sum(axis=-1, keepdims=True)
 
 
-ALL: dict[str, Normaliser] = {
+ALL: dict[str, Normalizer] = {
     "softmax": softmax,
     "scalable softmax": scalable_softmax,
     "1.5-entmax": functools.partial(entmax, alpha=1.5),
