@@ -1,4 +1,4 @@
-"""The door from text to ids: `load(config.data) -> Corpus`.
+"""From text to ids: `load(config.data) -> Corpus`.
 
 A corpus is encoded once and kept, memory-mapped, under `data.cache`, in a folder whose
 name is a hash of the text and of the settings that shape its ids. The folder is made

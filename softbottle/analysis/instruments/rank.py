@@ -278,7 +278,7 @@ def section(heads: dict[str, HeadRanks]) -> report.Section:
     for name, head in heads.items():
         if head.loss is not None:
             whose = "Its loss" if len(heads) == 1 else f"The loss of {name}"
-            lines.append(f"{whose} on this text is {head.loss:.3f} nats a token.")
+            lines.append(f"{whose} on this text is {head.loss:.3f} nats per token.")
     return report.Section("Rank", " ".join(lines), figures, numbers)
 
 
