@@ -10,7 +10,7 @@
 data set prepared as array_record. Heads: mos (112,850,364 parameters), softmax
 (119,293,600), moc, moss, sigsoftmax. With `modern`: 12 blocks of width 1,024, every one
 of the benchmark's 793,471 words, K = 4, sentences packed; 560,895,359 parameters. Up to
-32 devices may share a table (mesh.model), with `modern` 128.
+32 devices may be vocabulary parallel (mesh.model), with `modern` 128.
 
 Paper, test perplexity: softmax 42.77, MoS 37.10. The widths are the paper's; its
 optimiser was not published in full, and the one here is AdamW.

@@ -33,10 +33,10 @@ IMPLEMENTATIONS = flags.DEFINE_list("implementations", [], "Ours, by name.")
 PEERS = flags.DEFINE_list("peers", [], "torch, cce.")
 BUDGET = flags.DEFINE_integer("budget_mib", 0, "0: the default.", lower_bound=0)
 DTYPE = flags.DEFINE_enum(
-    "dtype", None, ["bfloat16", "float32"], "lstm, step: of our products' inputs."
+    "dtype", None, ["bfloat16", "float32"], "lstm, step: of our GEMMs' inputs."
 )
-SECONDS = flags.DEFINE_float("seconds", 0.5, "Of timing a variant.", lower_bound=0)
-LIMIT = flags.DEFINE_float("limit", 180.0, "Seconds a variant may take in all.")
+SECONDS = flags.DEFINE_float("seconds", 0.5, "Of timing, per variant.", lower_bound=0)
+LIMIT = flags.DEFINE_float("limit", 180.0, "Seconds per variant, all in all.")
 VOCAB = flags.DEFINE_integer("vocab", 10_000, "--config: words.", lower_bound=2)
 LENGTH = flags.DEFINE_integer("length", 70, "--config: positions.", lower_bound=2)
 JSON = flags.DEFINE_string("json", None, "Where the numbers go as well.")

@@ -35,7 +35,7 @@ def main() -> None:
         raise app.UsageError("--vocab is needed: the config does not say how many")
 
     def measure(tokens):
-        print(f"compiling a step of {tokens:,} tokens a chip", flush=True)
+        print(f"compiling a step of {tokens:,} tokens per chip", flush=True)
         return plan.measure(CONFIG.value, TOPOLOGY.value, vocab, tokens)
 
     result = measure(TOKENS.value)

@@ -1,12 +1,12 @@
-"""Continue the lines of a text with several models, and compare what they make.
+"""Continue the lines of a text with several models, and compare the continuations.
 
     python launch/continuation.py --workdir runs/books-plain \
         --workdir runs/books-trime --workdir runs/books-histalign --out runs/continued
 
-Every model goes on without and with its cache. Beside the perplexity of the whole text
-stand the variety of what was made, and its coherence with the prompt as judged by each
-of the models, or by those that --judge names. Makes continuation.md (the table),
-continuation.json (every number) and samples.json in --out.
+Every model continues them without and with its cache. Beside the perplexity of the
+whole text stand the diversity of what was generated, and its coherence with the prompt
+as judged by each of the models, or by those that --judge names. Makes continuation.md
+(the table), continuation.json (every number) and samples.json in --out.
 """
 
 import dataclasses
@@ -26,12 +26,12 @@ SPLIT = flags.DEFINE_enum("split", "test", ["train", "valid", "test"], "Which te
 PATH = flags.DEFINE_string("path", None, "Where the corpus is, if not as in training.")
 PROMPTS = flags.DEFINE_integer("prompts", 500, "Lines to continue.", lower_bound=2)
 PROMPT_WORDS = flags.DEFINE_integer("prompt_words", 16, "Of each.", lower_bound=1)
-TOKENS = flags.DEFINE_integer("tokens", 32, "Words to make at most.", lower_bound=1)
+TOKENS = flags.DEFINE_integer("tokens", 32, "Words to generate at most.", lower_bound=1)
 TEMPERATURE = command.define_float(
     "temperature", 1.0, "Below 1 sharpens.", lower_bound=1e-6
 )
 TOP_P = command.define_float(
-    "top_p", 0.95, "Keep words of this mass.", lower_bound=0.0, upper_bound=1.0
+    "top_p", 0.95, "Nucleus: keep words of this mass.", lower_bound=0.0, upper_bound=1.0
 )
 SEEDS = flags.DEFINE_list("seeds", ["0", "1", "42"], "Of the drawing.")
 

@@ -4,9 +4,9 @@
     python launch/evaluate.py --workdir runs/ptb-mos --split test --dynamic --cache
     python launch/evaluate.py --workdir runs/lm1b-mos --text heldout/,story.txt.gz
 
---text is any text, in the run's vocabulary; words that are not in it are `<unk>`, and
-the share of those is told beside the perplexity, which they make look better.
---cache is the neural cache, whose share is given; --joint the cache under the head's
+--text is any text, in the run's vocabulary; out-of-vocabulary words are `<unk>`, and
+their share is printed beside the perplexity, which they make look better.
+--cache is the neural cache, mixed in with --share; --joint the cache under the head's
 own normalisers, which config.cache trains for. Beside their perplexity stands how often
 the cache by itself would have been right.
 
@@ -34,7 +34,7 @@ ROWS = flags.DEFINE_integer(
     "rows", 0, "Rows read side by side; 0: the config's.", lower_bound=0
 )
 DTYPE = flags.DEFINE_enum(
-    "compute_dtype", "float32", ["float32", "bfloat16"], "Of the model's products."
+    "compute_dtype", "float32", ["float32", "bfloat16"], "Of the model's GEMMs."
 )
 DYNAMIC = flags.DEFINE_bool(
     "dynamic", False, "Also score while learning from the text."

@@ -3,7 +3,7 @@
     python launch/generate.py --workdir runs/ptb-mos --prompt "the company said"
     echo "in new york" | python launch/generate.py --workdir runs/ptb-mos --prompt -
 
-A prompt of "-" reads standard input, a prompt a line.
+A prompt of "-" reads standard input, one prompt per line.
 """
 
 import sys
@@ -18,13 +18,13 @@ from softbottle.training import state
 
 WORKDIR = flags.DEFINE_string("workdir", None, "The run.", required=True)
 PROMPT = flags.DEFINE_string("prompt", "", 'Text to continue; "-" for standard input.')
-TOKENS = flags.DEFINE_integer("tokens", 100, "Words to make.", lower_bound=1)
+TOKENS = flags.DEFINE_integer("tokens", 100, "Words to generate.", lower_bound=1)
 TEMPERATURE = command.define_float(
     "temperature", 1.0, "Below 1 sharpens.", lower_bound=1e-6
 )
 TOP_K = flags.DEFINE_integer("top-k", 0, "Keep so many words; 0: all.", lower_bound=0)
 TOP_P = command.define_float(
-    "top-p", 1.0, "Keep words of this mass.", lower_bound=0.0, upper_bound=1.0
+    "top-p", 1.0, "Nucleus: keep words of this mass.", lower_bound=0.0, upper_bound=1.0
 )
 CACHE = flags.DEFINE_bool(
     "cache", False, "Join the head with a cache of the text so far."

@@ -8,8 +8,8 @@
         --objectives trime,histalign --rates 1e-4,3e-4,1e-3 --workdir runs/tuned
 
 Of heads it makes sweep.json and sweep.png in --workdir, in about ten minutes on two
-cores; of objectives objectives.json and objectives.md, in about two minutes a run from
-scratch. Started again, it goes on where it stopped.
+cores; of objectives objectives.json and objectives.md, in about two minutes per run
+from scratch. Started again, it resumes where it stopped.
 """
 
 from softbottle import command

@@ -4,7 +4,7 @@
     python launch/train.py --config configs/ptb.py:mos --config.train.steps=1000
 
 `file.py:arg` picks a variant, `--config.section.field=value` changes one setting.
-Started again with the same --workdir, a run goes on from its newest checkpoint.
+Started again with the same --workdir, a run resumes from its newest checkpoint.
 
     python launch/train.py --config configs/lm1b.py:mos \
         --config.mesh.data=none --config.mesh.model=4 --distributed

@@ -1,13 +1,15 @@
 """How a program of launch/ begins and ends.
 
-What a user can mend (a flag, a setting, a file, a missing package) is told in one line
-on stderr, and the exit status is 2; a run that failed by itself (a full disk, a loss
-that is no number) is told in one line too, with status 1. `--traceback` shows where
-either came from. Anything else is a bug and shows its traceback anyway.
+    2     what a user can mend: a flag, a setting, a file, a missing package
+    1     a run that failed by itself: a full disk, a loss that is not finite
+    130   interrupted
 
-A program imports this module first, and takes absl and ml_collections from here, so
-that packages which are not installed are told in one line, too: importing this module
-exits with status 2 then.
+are its exit statuses. Each of these errors is printed as one line on stderr;
+`--traceback` adds where it was raised. Any other error is a bug and prints its
+traceback.
+
+A program imports this module first, and takes absl and ml_collections from here: if a
+package is missing, importing this module prints the one line and exits with status 2.
 """
 
 import importlib.util
@@ -80,7 +82,7 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     def call(arguments):
         if len(arguments) > 1:
             raise app.UsageError(f"not understood: {' '.join(arguments[1:])}")
-        # Orbax tells at length, at level info, what it does.
+        # Orbax logs every step of its work at level info.
         logging.set_verbosity(logging.WARNING)
         return main()
 
@@ -110,7 +112,7 @@ def _let_configs_import_one_another(arguments):
 
 
 def _with_one_line_errors(function):
-    """The function, with errors that are no bugs told in one line."""
+    """The function, with errors that are no bugs printed as one line."""
 
     def call(arguments):
         try:

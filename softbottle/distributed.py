@@ -1,4 +1,4 @@
-"""A job of several processes: how one enters it, waits for the others, and leaves."""
+"""A job of several processes: how one joins it, waits for the others, and exits."""
 
 import os
 import sys
@@ -8,8 +8,8 @@ from typing import NoReturn
 import jax
 from jax.experimental import multihost_utils
 
-# Exit statuses of a process that leaves a job: because another has died, so that the
-# job should be started again; because of an error of its own, which would come again.
+# Exit statuses. BROKEN: another process has died, and the job should be started again.
+# FAILED: an error of this process's own, which would come again.
 BROKEN, FAILED = 70, 1
 
 
@@ -19,11 +19,11 @@ def initialize(
     process: int | None,
     heartbeat_seconds: int,
 ) -> None:
-    """Become a process of a job; what is None is what jax finds out by itself.
+    """Join a job; jax finds out by itself what is None.
 
-    A process that dies is missed after `heartbeat_seconds` of silence, if not at once,
-    and the others are stopped; tests/training/distributed_test.py allows three times
-    that.
+    A process that dies is detected after `heartbeat_seconds` without a heartbeat, if
+    not at once, and the others are stopped; tests/training/distributed_test.py allows
+    three times that.
     """
     jax.distributed.initialize(
         coordinator,

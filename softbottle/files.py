@@ -1,4 +1,4 @@
-"""Files that are whole or not there, whenever the process that writes them dies."""
+"""Atomic writes: a file is complete or not there, whenever its writer dies."""
 
 import hashlib
 import os

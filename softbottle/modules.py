@@ -1,8 +1,8 @@
 """Heads as modules, for models written in flax.linen or flax.nnx.
 
 They own the table and the bias, take hidden states of any leading shape and hand
-everything else to the head. For a table that also embeds the input, or one that is
-split over devices, call the head's pure functions yourself.
+everything else to the head. For tied embeddings, or a vocabulary-parallel table, call
+the head's pure functions yourself.
 """
 
 from typing import Any

@@ -1,15 +1,16 @@
 """Where arrays live: a mesh of (data, model), and the rules that place them on it.
 
-    rows of a batch       over data and model together: every device runs the trunk on
-                          rows of its own
-    tables and biases     rows, which are words, over model, and with them all that an
-                          optimiser keeps about them
-    other large arrays    over data, gathered whole when they are used
-    everything else       on every device
+    rows of a batch       data parallel, over data and model together: every device
+                          runs the backbone on rows of its own
+    tables and biases     vocabulary parallel (Megatron-LM), their rows over model; the
+                          optimiser's state of them likewise
+    other large arrays    FSDP (ZeRO-3), over data: all-gathered when they are used
+    everything else       replicated
 
-A table is never gathered. A word's row is found by the shard that has it and the rest
-add zeros; the head computes its shard's part of each normaliser for all tokens of its
-data group, and only [tokens]-sized sums cross the mesh (`vocab_axis` of
+A table is never gathered. To embed a word, the shard that has its row gives it, the
+others give zeros, and a reduce-scatter leaves each device the rows of its own part of
+the batch. In the head, each shard computes its part of the normalisers of all tokens
+of its data group, and only [tokens]-sized sums are all-reduced (`vocab_axis` of
 ops/mixture/options.py).
 
 Devices are put on the mesh process by process, so that the model axis stays within a
@@ -33,9 +34,9 @@ from softbottle import config as config_lib
 
 DATA, MODEL = "data", "model"
 ROWS = P((DATA, MODEL))
-# By the last part of a parameter's path: their rows are words.
+# Parameters whose rows are words, by the last part of their path.
 TABLES = ("table_VE", "output_VE", "bias_V")
-# Smaller arrays are cheaper to keep than to gather.
+# Of smaller arrays, fewer elements than this, every device keeps a copy.
 SPLIT_ABOVE = 2**12
 # A pytree of arrays, of their shapes, or of where they are.
 Tree = TypeVar("Tree")
@@ -117,12 +118,12 @@ def shardings(mesh: Mesh, shapes: Any) -> Any:
 
 
 def with_shardings(shapes: Tree, places: Tree) -> Tree:
-    """Shapes that know where their arrays are."""
+    """Shapes with the shardings of their arrays."""
     return jax.tree.map(lambda leaf, place: leaf.update(sharding=place), shapes, places)
 
 
 def bytes_per_device(shapes: Any) -> int:
-    """What a tree of shapes takes on one device; unplaced arrays are whole on it."""
+    """Memory of a tree of shapes on one device; without a sharding, all of an array."""
 
     def size(leaf):
         shape = leaf.shape
@@ -147,12 +148,12 @@ def device_memory(mesh: Mesh | None) -> int:
 
 
 def by_rows(mesh: Mesh, tree: Any) -> Any:
-    """The sharding of a tree of arrays whose first axis is a batch's rows."""
+    """Shardings of a tree of arrays whose first axis is a batch's rows."""
     return jax.tree.map(lambda _: NamedSharding(mesh, ROWS), tree)
 
 
 def everywhere(mesh: Mesh, tree: Any) -> Any:
-    """The sharding of a tree that every device has a copy of."""
+    """Shardings of a tree that is replicated."""
     return jax.tree.map(lambda _: NamedSharding(mesh, P()), tree)
 
 
@@ -191,14 +192,16 @@ def gather(tree: Tree) -> Tree:
 
 
 def lookup(mesh: Mesh, table_VE: jax.Array, ids_BS: jax.Array) -> jax.Array:
-    """table_VE[ids_BS] of a split table, [B, S, E], by rows of the batch."""
+    """table_VE[ids_BS] of a vocabulary-parallel table, [B, S, E], by rows."""
 
-    def local(table_WE, ids_BS):
-        row_BS = ids_BS - jax.lax.axis_index(MODEL) * table_WE.shape[0]
-        mine_BS = (row_BS >= 0) & (row_BS < table_WE.shape[0])
-        found_BSE = table_WE[jnp.where(mine_BS, row_BS, 0)]
-        found_BSE = jnp.where(mine_BS[:, :, None], found_BSE, 0.0)
-        return jax.lax.psum_scatter(found_BSE, MODEL, scatter_dimension=0, tiled=True)
+    def local(local_VE, ids_BS):
+        row_BS = ids_BS - jax.lax.axis_index(MODEL) * local_VE.shape[0]
+        mine_BS = (row_BS >= 0) & (row_BS < local_VE.shape[0])
+        embedded_BSE = local_VE[jnp.where(mine_BS, row_BS, 0)]
+        embedded_BSE = jnp.where(mine_BS[:, :, None], embedded_BSE, 0.0)
+        return jax.lax.psum_scatter(
+            embedded_BSE, MODEL, scatter_dimension=0, tiled=True
+        )
 
     return jax.shard_map(
         local, mesh=mesh, in_specs=(P(MODEL), P(DATA)), out_specs=ROWS
@@ -208,7 +211,7 @@ def lookup(mesh: Mesh, table_VE: jax.Array, ids_BS: jax.Array) -> jax.Array:
 def vocabulary_parallel(
     mesh: Mesh | None, function: Callable[..., jax.Array], *, total: bool
 ) -> Callable[..., jax.Array]:
-    """A head's function of (params, table_VE, bias_V, *tokens) with a split table.
+    """A head's function of (params, table_VE, bias_V, *tokens), vocabulary parallel.
 
     The tokens' arrays, and `latent_mask`, have tokens or rows as their first axis.
 
@@ -242,7 +245,7 @@ def vocabulary_parallel(
 
 
 def constrain(mesh: Mesh | None, tree: Tree, spec: P) -> Tree:
-    """The tree, with every array placed so inside jit."""
+    """The tree with a sharding constraint on every array, inside jit."""
     if mesh is None:
         return tree
     return jax.lax.with_sharding_constraint(tree, NamedSharding(mesh, spec))

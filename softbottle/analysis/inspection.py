@@ -2,6 +2,8 @@
 
 An instrument is wired once, whatever the captures come from: it names the fields of
 `Capture` that it needs, and captures in which one is None are left out of its section.
+
+Axes of fields: L layers, W stretches of S positions, H attention heads.
 """
 
 import pathlib

@@ -4,6 +4,8 @@ A task has a "case" (sizes), a "kind" (sample, top_k or log_probs), "budget_mib"
 default) and "seconds" of timing. Log-probabilities and best words are compared with
 float64 ones. A draw has no right answer, so it is asked to be a word, to be the same
 word under another budget, and to be as likely on the whole as draws are.
+
+Axes: K best words, in the check of top_k.
 """
 
 import functools

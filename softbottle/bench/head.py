@@ -1,4 +1,4 @@
-"""The mixture loss, its evaluation and the bare products, in jax.
+"""The mixture loss, its evaluation and the bare GEMMs, in jax.
 
 A task has a "case" (sizes), a "kind", an "implementation" of ops/mixture/api.py,
 "budget_mib" (0: the default), "seconds" of timing and "check_flop", beyond which the
@@ -6,8 +6,10 @@ check takes fewer tokens. Kinds:
 
     loss         the mean nll and its gradient by prior, context, table and bias
     evaluation   nll per token, forward only
-    products     the three bfloat16 products alone: nothing between them, all padded
-    ceiling      a square bfloat16 product: the speed that others are a fraction of
+    products     the three bfloat16 GEMMs alone: nothing between them, all padded
+    ceiling      a square bfloat16 GEMM: the speed that others are a fraction of
+
+Axes: X entries of a flat array, N chunks of R rows.
 """
 
 import functools

@@ -23,7 +23,7 @@ def run(
         config: a run's settings; its own objective is one of those that are timed.
         vocab: how many words there are.
         length: positions of a row.
-        seconds: of timing a part.
+        seconds: of timing, per part.
     """
     machine = race.probe(ask)
     rows = []

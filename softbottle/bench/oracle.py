@@ -6,6 +6,8 @@
 with r the posterior of a component. It is written out by hand, shares nothing with the
 operations, and runs on NumPy, jax and torch arrays alike, so that every child checks
 its own variants where they run.
+
+Axes: R rows of a GEMM, components of a chunk of tokens.
 """
 
 from collections.abc import Callable

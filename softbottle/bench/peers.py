@@ -9,6 +9,9 @@ Tasks of the kind "loss" are those of head.py, with a "peer" for the implementat
 
 Those of the kind "lstm" are those of recurrence.py; torch has one implementation, by
 cuDNN where there is a GPU.
+
+Axes: X entries of a flat array, R rows of a GEMM; of an LSTM layer H units, I inputs,
+G = 4 H gates.
 """
 
 import functools

@@ -1,7 +1,8 @@
 """What a training step takes on machines that are not here, from shapes alone.
 
-The whole step is compiled for a named slice by that machine's own compiler. Memory,
-products and collectives are read from the result; the time is then arithmetic,
+The whole step is compiled for a named slice by that machine's own compiler. Memory and
+collectives are read from the result, the flop of the GEMMs from the shapes; the time is
+then arithmetic,
 
     max(flop / (USED * peak flop/s), bytes / memory speed) + moved bytes / link speed,
 
@@ -107,10 +108,10 @@ def measure(
         config: a run's settings; `data.rows` follows from `tokens`.
         topology: as of `devices`.
         vocab: how many words there are; the corpus is not read.
-        tokens: of a batch, for each chip; rounded up to whole rows.
+        tokens: of a batch, per chip; rounded up to whole rows.
 
     Returns:
-        Bytes a chip by kind, flop a chip, collectives by kind, milliseconds by part.
+        Bytes per chip by kind, flop per chip, collectives by kind, seconds by part.
 
     Raises:
         DoesNotFitError: if the step does not fit.
@@ -163,7 +164,7 @@ def largest(
     through `first` and a larger batch meets the chip's memory is the next to be tried.
 
     Args:
-        measure_at: gives the measurement at some tokens a chip, or raises
+        measure_at: gives the measurement at some tokens per chip, or raises
             `DoesNotFitError`.
         first: a measurement that fits.
     """
@@ -186,7 +187,7 @@ def largest(
 
 
 def total(result: dict[str, Any]) -> float:
-    """Bytes a chip that a measured step holds."""
+    """Bytes per chip that a measured step holds."""
     return sum(result["bytes"].values())
 
 
@@ -195,17 +196,17 @@ def render(result: dict[str, Any]) -> str:
     size, seconds = result["bytes"], result["seconds"]
     lines = [
         f"{result['topology']}: {result['chips']} chips as {result['mesh']}, "
-        f"{result['parameters']:,} parameters, {result['tokens_per_chip']:,} tokens a "
-        "chip and step",
+        f"{result['parameters']:,} parameters, {result['tokens_per_chip']:,} tokens "
+        "per chip and step",
         *(f"  {name:<12}{_gib(value)}" for name, value in size.items()),
         f"  {'in all':<12}{_gib(total(result))} of {_gib(result['limit_bytes'])}",
-        f"  products    {result['flop'] / 1e12:9.2f} Tflop a chip",
+        f"  GEMMs       {result['flop'] / 1e12:9.2f} Tflop per chip",
         *(
             f"  {kind:<20}{row['count']:4d}, {row['bytes'] / 2**20:10.2f} MiB, largest "
             f"{row['largest'] / 2**20:.2f}"
             for kind, row in result["collectives"].items()
         ),
-        f"  predicted   {1e3 * seconds['step']:9.2f} ms a step: products "
+        f"  predicted   {1e3 * seconds['step']:9.2f} ms per step: GEMMs "
         f"{1e3 * seconds['products']:.2f} at {USED} of the peak, state "
         f"{1e3 * seconds['memory']:.2f}, links {1e3 * seconds['links']:.2f}",
         f"  predicted   {result['tokens_per_second']:12,.0f} tokens/s, not measured",
@@ -216,8 +217,8 @@ def render(result: dict[str, Any]) -> str:
 def render_largest(result: dict[str, Any]) -> str:
     """What `largest` found, as a line."""
     return (
-        f"  largest     {result['tokens_per_chip']:12,} tokens a chip, compiled, take "
-        f"{_gib(total(result)).strip()}: the most that was found to fit"
+        f"  largest     {result['tokens_per_chip']:12,} tokens per chip, compiled, "
+        f"take {_gib(total(result)).strip()}: the most that was found to fit"
     )
 
 

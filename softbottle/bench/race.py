@@ -1,4 +1,4 @@
-"""Ours, the peers and the bare products on the same sizes, in one run.
+"""Ours, the peers and the bare GEMMs on the same sizes, in one run.
 
 Every suite is a list of tasks for jax and a list for torch. All of jax runs first and
 then all of torch, in children (worker.py), so that neither holds memory while the other
@@ -26,17 +26,17 @@ PEERS = {
     ),
 }
 OURS, THEIRS = "softbottle.bench.ours", "softbottle.bench.peers"
-# The size of the square product that is the ceiling.
+# The size of the square GEMM that is the ceiling.
 GPU_PRODUCT, CPU_PRODUCT = 8192, 512
 UNROLLS = (1, 4, 8)
 DECODINGS = ("sample", "top_k", "log_probs")
 
 
-def check_names(name: str, names: list[str], known: list[str]) -> None:
+def check_names(kind: str, names: list[str], known: list[str]) -> None:
     """Raise ValueError unless every given name is known."""
     for value in names:
         if value not in known:
-            raise ValueError(f"no {name} is called {value!r}; there are {known}.")
+            raise ValueError(f"no {kind} is called {value!r}; there are {known}.")
 
 
 def check_peers(peers: list[str]) -> None:
@@ -58,7 +58,7 @@ def head(
     budget_mib: int = 0,
     seconds: float = 0.5,
 ) -> Row:
-    """Race the mixture loss, its evaluation and the bare products.
+    """Race the mixture loss, its evaluation and the bare GEMMs.
 
     Args:
         ask: gives the row of a module's task.
@@ -68,7 +68,7 @@ def head(
         peers: names of PEERS.
         sweep: one of problem.SWEEPS instead of shapes: only losses, to be plotted.
         budget_mib: the operations' `budget_bytes`, in MiB; 0 leaves the default.
-        seconds: of timing a variant.
+        seconds: of timing, per variant.
     """
     check_names("shape", shapes, list(problem.CASES))
     check_names("sweep", [sweep] if sweep else [], list(problem.SWEEPS))
@@ -121,7 +121,7 @@ def lstm(
         implementations: names of ops/lstm/api.py.
         peers: "torch" alone has an LSTM; it runs in float32 and bfloat16.
         dtype: of our products' inputs.
-        seconds: of timing a variant.
+        seconds: of timing, per variant.
     """
     check_names("stack", stacks, list(problem.STACKS))
     check_names("implementation", implementations, list(lstm_op.IMPLEMENTATIONS))
@@ -170,7 +170,7 @@ def decode(
         cases: names of problem.DECODING; none: all, or `tiny` without a GPU.
         implementations: "auto" or names of ops/mixture/options.py.
         budget_mib: the operations' `budget_bytes`, in MiB; 0 leaves the default.
-        seconds: of timing an operation.
+        seconds: of timing, per operation.
     """
     check_names("case", cases, list(problem.DECODING))
     check_names("implementation", implementations, ["auto", *options.IMPLEMENTATIONS])
@@ -202,7 +202,7 @@ def probe(ask: worker.Ask) -> Row:
 
 
 def ceiling(ask: worker.Ask, machine: Row, seconds: float) -> float | None:
-    """TF/s of a square bfloat16 product on this machine, now."""
+    """TF/s of a square bfloat16 GEMM on this machine, now."""
     size = GPU_PRODUCT if machine["platform"] == "gpu" else CPU_PRODUCT
     case = problem.Case("ceiling", 1, 1, size, 1)
     task = head_task(case, "square product", "ceiling", 0)
@@ -238,7 +238,7 @@ def summary(suite: str, facts: Row, rows: list[Row]) -> Row:
 
 
 def run_and_report(ask: worker.Ask, module: str, task: Row) -> Row:
-    """The task's row, told of on stderr."""
+    """The task's row, also printed as a line on stderr."""
     row = ask(module, task)
     text = f"{row['ms']:.3f} ms" if "ms" in row else row.get("reason", "")
     text += f", {row['tflops']:.4g} TF/s" if "tflops" in row else ""

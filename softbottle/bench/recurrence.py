@@ -2,8 +2,11 @@
 
 A task has a "stack" (a name of problem.STACKS), an "implementation" of
 ops/lstm/api.py, an "unroll", a "dtype" and "seconds" of timing. What is differentiated
-is the product of the outputs with fixed numbers, by inputs and parameters. The truth is
-a float64 loop that jax differentiates, written here from the layer's equations.
+is the inner product of the outputs with fixed numbers, by inputs and parameters. The
+truth is a float64 loop that jax differentiates, written here from the layer's
+equations.
+
+Axes of a layer: H units, I inputs, G = 4 H gates.
 """
 
 import functools

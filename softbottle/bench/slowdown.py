@@ -25,7 +25,7 @@ def run(
         ask: gives the row of a module's task.
         recipes: a config and the number of its words, by name.
         peers: names of race.PEERS; only "torch" is used.
-        seconds: of timing a part.
+        seconds: of timing, per part.
     """
     race.check_peers(peers)
     machine = race.probe(ask)

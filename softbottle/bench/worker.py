@@ -1,9 +1,9 @@
-"""Children that measure: one task in, one row out, and no failure crosses over.
+"""Child processes that measure: one task in, one row out.
 
 jax and torch each want the GPU's memory for themselves, and a kernel that faults takes
-its process along. So a suite is a list of tasks for modules with a `run_task`, which a
-child serves one after the other. A child that fails, dies or hangs costs its row and is
-replaced.
+its process along. So a suite is a list of tasks for modules with a `run_task`,
+which a child process serves one after the other. A child that fails, dies or hangs
+costs its row alone and is replaced.
 """
 
 import contextlib

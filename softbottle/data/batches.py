@@ -1,8 +1,9 @@
-"""The door from ids to batches: endless training streams and evaluation passes.
+"""From ids to batches: endless training streams and evaluation passes.
 
 A run of ids is cut into `rows` equal rows that are read side by side, a stretch of
-columns at a time, so that a recurrent state carries over from one batch to the next.
-With `variable` the number of columns follows the law of AWD-LSTM and MoS,
+columns at a time (truncated backpropagation through time), so that a recurrent state
+carries over from one batch to the next. With `variable` the number of columns is drawn
+from the distribution of AWD-LSTM and MoS, the length law,
 
     base   = length with probability 0.95, else length / 2
     columns = min(max(5, int(Normal(base, 5))), length + max_delta),
@@ -11,6 +12,8 @@ cut short at the end of the data. A batch is then padded, with weight 0, to the
 smallest of four widths that holds it. The widths minimise the mean padded width under
 the law: for length 70 and max_delta 40 they are 67, 73, 80 and 110, and 7.1% of the
 columns are padding (one width would waste 62%, eight 3%).
+
+Axes: L lengths.
 """
 
 import math
@@ -27,7 +30,9 @@ _SHORT_PROBABILITY = 0.05
 
 
 class Batch(NamedTuple):
-    """What a step sees.
+    """What a step reads.
+
+    The arrays are NumPy's as they are read, and jax's once they are on a device.
 
     Attributes:
         ids_BS: int32, the words that are read.
@@ -46,8 +51,8 @@ class Batch(NamedTuple):
 class Stream:
     """Contiguous batches without end; one epoch follows another.
 
-    Every label of the trimmed rows is met once an epoch. The reference stops when a
-    single column is left, which is the one difference from it.
+    Every label of the trimmed rows is predicted once per epoch. The reference stops
+    when a single column is left, which is the one difference from it.
 
     Attributes:
         columns: columns of the whole text; an epoch predicts all but the first.

@@ -13,7 +13,7 @@ is one line, {"text": ...}. PTB and WikiText-2 keep the order of their lines, wh
 language model reads across; LM1B has the keys, records and (hashed) order of the
 official `lm1b` builder, which needs TensorFlow to unpack the archive. This is the only
 file that imports tensorflow_datasets, and preparing is TFDS's speed: about 10,000
-lines a second, 50 minutes for the whole of LM1B.
+lines per second, 50 minutes for the whole of LM1B.
 """
 
 import fnmatch
@@ -153,7 +153,7 @@ def _shard_examples(name, text):
 
 
 def _record_chunks(builder, split, start, stop):
-    # Records are parsed here: TFDS's own way reads 13,000 of them a second.
+    # Records are parsed here: TFDS's own way reads 13,000 of them per second.
     records = builder.as_data_source(
         split, deserialize_method=tfds.decode.DeserializeMethod.RAW_BYTES
     )

@@ -1,59 +1,38 @@
-"""The door from text to ids: `load(config.data) -> Corpus`.
+"""From text to ids: `load(config.data) -> Corpus`.
 
 A corpus is encoded once and kept, memory-mapped, under `data.cache`, in a folder whose
 name is a hash of the text and of the settings that shape its ids. The folder is made
 under another name and renamed when it is complete, so that a crash leaves nothing that
 looks like a cache; processes that encode the same text at the same time all succeed
-and the first one's work is kept. encoded.py says what is in it and how it is checked.
-
-    ptb   ptb.train.txt         ptb.valid.txt         ptb.test.txt
-    wt2   wiki.train.tokens     wiki.valid.tokens     wiki.test.tokens
-    text  train.txt             valid.txt             test.txt
-    lm1b  training-monolingual.tokenized.shuffled/, heldout-monolingual.tokenized.
-          shuffled/ (shards plain, .gz or .xz), or an array_record data set from TFDS
-
-The validation text of LM1B is held-out shards 0 and 10, its test text shards 20, 30
-and 40, if all fifty are there (what the MoS paper most likely did); otherwise the
-first half of the held-out shards validates and the rest tests. TFDS mixes the fifty,
-so the first half of its `test` records validates and the second half tests.
+and the first one's work is kept. sources.py says where the text is read from;
+encoded.py says what is in a cache and how it is checked.
 """
 
-import codecs
-import gzip
 import hashlib
 import json
-import lzma
 import os
 import pathlib
-import re
 import shutil
 import sys
 import time
 import uuid
 import warnings
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent import futures
-from typing import NamedTuple
 
 import numpy as np
 import tqdm
 
 from softbottle import config as config_lib
-from softbottle.data import encoded, synthetic, templates
+from softbottle.data import encoded, sources, synthetic, templates
 from softbottle.data import vocab as vocab_lib
-from softbottle.data.vocab import Chunk, Corpus, Vocab
+from softbottle.data.vocab import Corpus, Vocab
 
 SPLITS = encoded.SPLITS
-CHUNK_BYTES = 1 << 23
 
 # Bumped when the same text and settings give other ids, or other files.
 _FORMAT = 2
 _WORKERS = min(8, os.cpu_count() or 1)
-_NAMES = {"ptb": "ptb.{}.txt", "wt2": "wiki.{}.tokens", "text": "{}.txt"}
-_LM1B = "{}-monolingual.tokenized.shuffled"
-_LM1B_SHARDS = {"valid": (0, 10), "test": (20, 30, 40)}
-_OPENERS = {".gz": gzip.open, ".xz": lzma.open}
 _MD5 = {
     "ptb.train.txt": "f26c4b92c5fdc7b3f8c7cdcb991d8420",
     "ptb.valid.txt": "aa0affc06ff7c36e977d7cd49e3839bf",
@@ -62,13 +41,6 @@ _MD5 = {
     "wiki.valid.tokens": "d756d22ab2310e7e60c094bea5c5a8eb",
     "wiki.test.tokens": "781c9418ab9414bd09e4aad825aae752",
 }
-
-
-class Source(NamedTuple):
-    """The text of one split: the files it is in, and how to read it."""
-
-    files: list[pathlib.Path]
-    chunks: Callable[[], Iterable[Chunk]]
 
 
 def load(config: config_lib.Data) -> Corpus:
@@ -83,13 +55,13 @@ def load(config: config_lib.Data) -> Corpus:
         return synthetic.corpus(config.synthetic)
     if config.name == "templates":
         return templates.corpus(config.templates)
-    sources = _sources(config)
-    sums = _md5_sums(sources)
+    texts = sources.of_corpus(config)
+    sums = _md5_sums(texts)
     _warn_of_changed_files(config.name, sums)
     root = pathlib.Path(config.cache or "~/.cache/softbottle").expanduser()
     folder = root / f"{config.name}-{_key(config, sums)}"
     if (corpus := encoded.opened(folder, config.lowercase)) is None:
-        _encode(config, sources, folder)
+        _encode(config, texts, folder)
         corpus = encoded.opened(folder, config.lowercase)
     if corpus is None:
         raise FileNotFoundError(f"{folder} was deleted as soon as it was encoded.")
@@ -105,7 +77,7 @@ def digest(corpus: Corpus) -> dict[str, str]:
     return encoded.digest(corpus)
 
 
-def files(config: config_lib.Data) -> dict[str, list[pathlib.Path]]:
+def files(config: config_lib.Data) -> Mapping[str, list[pathlib.Path]]:
     """The files of each split, for a message; none if the text is made, not read.
 
     Raises:
@@ -113,7 +85,8 @@ def files(config: config_lib.Data) -> dict[str, list[pathlib.Path]]:
     """
     if config.name in ("synthetic", "templates"):
         return {}
-    return {name: list(source.files) for name, source in _sources(config).items()}
+    texts = sources.of_corpus(config)
+    return {name: list(text.files) for name, text in texts.items()}
 
 
 def read(paths: Sequence[str], vocab: Vocab) -> np.ndarray:
@@ -131,17 +104,12 @@ def read(paths: Sequence[str], vocab: Vocab) -> np.ndarray:
         ValueError: if the text is not text, has no words, or has words that the
             vocabulary cannot express.
     """
-    files: list[pathlib.Path] = []
-    for path in (pathlib.Path(name).expanduser() for name in paths):
-        if not path.exists():
-            raise FileNotFoundError(f"there is no file or folder {path}.")
-        files += _shards(path) if path.is_dir() else [path]
-    source = _text_source(files)
+    source = sources.of_paths(paths)
     numbering, parts = vocab_lib.Numbering(), []
     for chunk in vocab_lib.numbered(source.chunks(), vocab.lowercase, _WORKERS):
         parts.append(numbering.number(chunk))
     if set(numbering.lookup) <= {vocab_lib.EOS}:
-        raise ValueError(f"there are no words in {', '.join(map(str, files))}.")
+        raise ValueError(f"there are no words in {', '.join(map(str, source.files))}.")
     ids = vocab.renumbering(list(numbering.lookup))[np.concatenate(parts)]
     return np.concatenate([[vocab.eos], ids]).astype(np.int32)
 
@@ -161,93 +129,7 @@ def check(corpus: Corpus) -> Corpus:
     return corpus
 
 
-def _sources(config):
-    """Where each split of the corpus is to be read from."""
-    if not config.path:
-        raise ValueError(f"data.path must name the folder of {config.name}.")
-    folder = pathlib.Path(config.path).expanduser()
-    if not folder.is_dir():
-        raise FileNotFoundError(f"data.path is {config.path!r}, which is no folder.")
-    if config.name == "lm1b":
-        return _lm1b_sources(folder)
-    files = {name: folder / _NAMES[config.name].format(name) for name in SPLITS}
-    missing = [str(path) for path in files.values() if not path.is_file()]
-    if missing:
-        raise FileNotFoundError(f"corpus {config.name} needs {', '.join(missing)}.")
-    return {name: _text_source([path]) for name, path in files.items()}
-
-
-def _lm1b_sources(folder):
-    if any(folder.glob("**/dataset_info.json")):
-        # Half a second to import, and needed only here.
-        from softbottle.data import builders
-
-        return {name: Source(*builders.source(folder, name)) for name in SPLITS}
-    heldout = _shards(folder / _LM1B.format("heldout"))
-    if len(heldout) < 2:
-        raise FileNotFoundError(f"LM1B needs two held-out shards, found {heldout}.")
-    splits = {"train": _shards(folder / _LM1B.format("training"))}
-    if len(heldout) == 50:
-        for name, numbers in _LM1B_SHARDS.items():
-            splits[name] = [heldout[number] for number in numbers]
-    else:
-        half = len(heldout) // 2
-        splits |= {"valid": heldout[:half], "test": heldout[half:]}
-    return {name: _text_source(files) for name, files in splits.items()}
-
-
-def _shards(folder):
-    """The shards of a folder in the order of their names."""
-    if not folder.is_dir():
-        raise FileNotFoundError(f"LM1B needs the folder {folder}, or a TFDS data set.")
-    shards = sorted(
-        path
-        for path in folder.iterdir()
-        if path.is_file() and not path.name.startswith(".")
-    )
-    if not shards:
-        raise FileNotFoundError(f"{folder} has no shards in it.")
-    stems = [re.sub(r"\.(gz|xz)$", "", path.name) for path in shards]
-    twice = sorted({stem for stem in stems if stems.count(stem) > 1})
-    if twice:
-        raise ValueError(f"{folder} has {twice[0]} both plain and compressed.")
-    return shards
-
-
-def _text_source(files):
-    return Source(files, lambda: (chunk for file in files for chunk in _chunks(file)))
-
-
-def _chunks(path: pathlib.Path) -> Iterator[Chunk]:
-    """The text of a file in chunks cut at white space; its last line ends."""
-    line, rest, seen, last = 1, b"", 0, b"\n"
-    for block, position in _blocks(path):
-        block = rest + block
-        last = block[-1:]
-        cut = max(block.rfind(b"\n"), block.rfind(b" ")) + 1
-        raw, rest = block[:cut], block[cut:]
-        yield Chunk(raw, str(path), line, position - seen)
-        line, seen = line + raw.count(b"\n"), position
-    if last != b"\n":
-        yield Chunk(rest + b"\n", str(path), line)
-
-
-def _blocks(path):
-    """Blocks of a file's text and how far the file was read for each."""
-    with open(path, "rb") as raw:
-        opener = _OPENERS.get(path.suffix)
-        file = opener(raw) if opener else raw
-        try:
-            # A byte order mark is no part of the first word.
-            start = file.read(len(codecs.BOM_UTF8)).removeprefix(codecs.BOM_UTF8)
-            while block := start + file.read(CHUNK_BYTES):
-                yield block, raw.tell()
-                start = b""
-        except (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error) as error:
-            raise ValueError(f"{path} is damaged or cut short: {error}") from error
-
-
-def _md5_sums(sources):
+def _md5_sums(texts):
     """For each split, its files' names and md5 sums."""
 
     def md5(path):
@@ -262,7 +144,7 @@ def _md5_sums(sources):
                     source.files, pool.map(md5, source.files), strict=True
                 )
             ]
-            for name, source in sources.items()
+            for name, source in texts.items()
         }
 
 
@@ -292,18 +174,18 @@ def _key(config, sums):
     return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
 
 
-def _encode(config, sources, folder):
+def _encode(config, texts, folder):
     """Make a cache folder, all or nothing."""
     partial = folder.parent / f"partial-{uuid.uuid4().hex}"
     partial.mkdir(parents=True)
     try:
         started = time.monotonic()
-        tokens, vocab = _write_ids(config, sources, partial)
+        tokens, vocab = _write_ids(config, texts, partial)
         facts = {
             "tokens": tokens,
             "vocab": vocab.digest,
             "seconds": round(time.monotonic() - started, 3),
-            "files": {name: [f.name for f in sources[name].files] for name in SPLITS},
+            "files": {name: [f.name for f in texts[name].files] for name in SPLITS},
         }
         vocab.save(partial / "vocab.txt")
         encoded.seal(partial, facts)
@@ -319,13 +201,13 @@ def _encode(config, sources, folder):
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _write_ids(config, sources, folder):
+def _write_ids(config, texts, folder):
     """Write each split's ids; return their numbers and the vocabulary."""
     numbering, vocab = vocab_lib.Numbering(), None
     if config.vocab_file:
         file = pathlib.Path(config.vocab_file).expanduser()
         vocab = Vocab.load(file, config.lowercase)
-    total = sum(file.stat().st_size for s in sources.values() for file in s.files)
+    total = sum(file.stat().st_size for s in texts.values() for file in s.files)
     tokens = {}
     # Short texts need no bar, and a log file wants none.
     with tqdm.tqdm(
@@ -334,7 +216,7 @@ def _write_ids(config, sources, folder):
         for name in SPLITS:
             bar.set_description(f"encoding {config.name} {name}")
             path = folder / f"{name}.int32"
-            tokens[name] = _write_split(config, sources[name], path, numbering, bar)
+            tokens[name] = _write_split(config, texts[name], path, numbering, bar)
             if vocab is None and config.vocab_size:
                 # Only the training text says which words are frequent.
                 vocab = vocab_lib.most_frequent(
@@ -366,7 +248,7 @@ def _write_split(config, source, path, numbering, bar):
 
 def _renumber(path, table):
     ids = np.memmap(path, "<i4", "r+")
-    step = CHUNK_BYTES // 4
+    step = sources.CHUNK_BYTES // 4
     for start in range(0, len(ids), step):
         ids[start : start + step] = table[ids[start : start + step]]
     ids.flush()

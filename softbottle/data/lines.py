@@ -9,7 +9,7 @@ A line w_1 ... w_n is read after the end of a line and never together with anoth
 `packed` is the stream of batches.py with a segment for each line: nothing is padded,
 and a line that does not fit its row goes on in the next as if it began there. In the
 other two a row is one whole line, padded to a common length. With `answers` the words
-before the last have no weight, and a cache remembers them all the same.
+before the last have no weight in the loss, and a cache still holds them.
 """
 
 from collections.abc import Callable, Iterator

@@ -98,8 +98,8 @@ def _text(pairs, lines, vocab, random):
         templates, *words = pairs[index]
         template = templates[random.integers(len(templates))]
         random.shuffle(words)
-        answers = iter(words)
-        line = [next(answers) if word == "{}" else word for word in template]
+        fillers = iter(words)
+        line = [next(fillers) if word == "{}" else word for word in template]
         line += [words[random.integers(2)], EOS]
         ids += [vocab.lookup[word] for word in line]
     return np.array(ids, np.int32)

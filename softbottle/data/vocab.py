@@ -1,4 +1,4 @@
-"""Words, their numbers, and the compiled loop that goes from one to the other.
+"""The vocabulary, and the compiled loop from words to ids.
 
 Text is a run of words between white space (Unicode's, as in `str.split`), and each
 line ends with the word `<eos>`; a line without words is `<eos>` alone, as in the
@@ -42,7 +42,7 @@ class Vocab:
         lowercase: whether text is lower-cased before it is looked up.
         lookup: the id of each word.
         eos: the id of the word that ends a line.
-        unk: the id of the word that stands for all others, or None if there is none.
+        unk: the id of the word that stands for those out of vocabulary, or None.
 
     Raises:
         ValueError: for a duplicate, a word that is empty or has white space in it, or
@@ -83,7 +83,7 @@ class Vocab:
 
     @classmethod
     def load(cls, path: os.PathLike[str] | str, lowercase: bool = False) -> "Vocab":
-        """Read one word a line; the inverse of `save`."""
+        """Read one word per line; the inverse of `save`."""
         raw = _checked(Chunk(pathlib.Path(path).read_bytes(), str(path), 1))
         lines = (
             raw.removeprefix(codecs.BOM_UTF8).decode().removesuffix("\n").split("\n")
@@ -184,7 +184,7 @@ class Numbering:
 
 
 def closed(numbering: Numbering, lowercase: bool) -> Vocab:
-    """Every word, in order of first appearance."""
+    """The vocabulary of every word, in order of first appearance."""
     return Vocab(tuple(numbering.lookup), lowercase)
 
 

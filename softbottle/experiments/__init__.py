@@ -1,1 +1,1 @@
-"""What trains several models to compare them, or knows the truth beside one."""
+"""Experiments: several models compared, or one beside a truth that is known."""

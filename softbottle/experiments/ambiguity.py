@@ -5,6 +5,8 @@
 over lines whose last word may be either of the two nouns that the line names
 (data/templates.py), for the head, the head joined with a cache of the line, and that
 cache alone. Beside it stands the rank of the matrix of log-probabilities.
+
+Axes: N lines, A right answers of a line, M entries of the cache.
 """
 
 from collections.abc import Iterable

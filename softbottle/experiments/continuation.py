@@ -1,7 +1,7 @@
-"""How a model goes on from a prompt: its variety, and whether it keeps to the prompt.
+"""How a model continues a prompt: its diversity, and its coherence with the prompt.
 
-A prompt is the first words of a line, and what is made of it ends with the line, or
-after as many words as were asked for. Of texts with the n-grams G_n, and of all of them
+A prompt is the first words of a line. What is generated ends with the line, or after as
+many words as were asked for. Of texts with the n-grams G_n, and of all of them
 together,
 
     diversity  = mean over texts of prod_{n = 2, 3, 4} |set(G_n)| / |G_n|,
@@ -15,7 +15,9 @@ each read by itself after the end of a line. With m the mean of its states over 
 
 c the mean of m over the real lines' two parts, without which all states point much the
 same way. It rises with copying as well, so the two belong together. The same judges
-score what the lines really go on with, and, as a floor, what another line goes on with.
+score the real continuation of each line, and, as a floor, that of another line.
+
+Axes: P words of a prompt, N words that are generated.
 """
 
 import dataclasses
@@ -52,7 +54,7 @@ class Settings:
 
 
 class Lines(NamedTuple):
-    """Beginnings of lines, after the end of the line before, and how they go on."""
+    """Beginnings of lines, after the end of the line before, and the rest of them."""
 
     prompts_BP: np.ndarray
     rests: Texts
@@ -77,9 +79,9 @@ def beginnings(ids: np.ndarray, vocab: Vocab, settings: Settings) -> Lines:
     return Lines(prompts_BP, list(line_BS[:, first:]))
 
 
-def until(made_BN: np.ndarray, eos: int) -> Texts:
+def until(words_BN: np.ndarray, eos: int) -> Texts:
     """The words of each row before the first `eos`."""
-    return [row[: [*row, eos].index(eos)] for row in made_BN]
+    return [row[: [*row, eos].index(eos)] for row in words_BN]
 
 
 def ngrams(text: Sequence[int], order: int) -> list[tuple[int, ...]]:
@@ -143,13 +145,13 @@ class Judge:
 
     Args:
         run: the model.
-        given: the lines.
+        openings: the lines.
     """
 
     def __init__(self, run: Run, openings: Lines):
         self._read, self._width = make_reader(run), len(openings.rests[0])
-        prompts_BW = openings.prompts_BP[:, 1:]
-        self._prompt_BD = self._read(list(prompts_BW), prompts_BW.shape[1])
+        words_BP = openings.prompts_BP[:, 1:]
+        self._prompt_BD = self._read(list(words_BP), words_BP.shape[1])
         rest_BD = self._read(openings.rests, self._width)
         self._center_D = np.concatenate([self._prompt_BD, rest_BD]).mean(axis=0)
 
@@ -160,7 +162,7 @@ class Judge:
 
 
 def copied(prompts: Texts, texts: Texts) -> float:
-    """The share of all the words made that stand in their own prompts."""
+    """The share of all generated words that stand in their own prompts."""
     hits = [np.isin(text, prompt) for prompt, text in zip(prompts, texts, strict=True)]
     return float(np.mean(np.concatenate(hits)))
 
@@ -187,7 +189,7 @@ def compare(
 
     Returns:
         (rows, samples): numbers by way of continuing, each over seeds a list where
-        words were drawn; and the first prompts with what each way made of them.
+        words were drawn; and the first prompts with each way's continuation.
 
     Raises:
         ValueError: if a model knows other words, or the lines are too short.
@@ -245,15 +247,15 @@ def _cell(values):
 
 
 def _drawn(run, prompts_BP, cache, settings):
-    go_on = generate.make_continuer(
+    continue_prompts = generate.make_continuer(
         run,
         settings.tokens,
         temperature=settings.temperature,
         top_p=settings.top_p,
         cache=cache,
     )
-    drawn = (go_on(prompts_BP, seed) for seed in settings.seeds)
-    return [until(made_BN, run.vocab.eos) for made_BN in drawn]
+    drawn = (continue_prompts(prompts_BP, seed) for seed in settings.seeds)
+    return [until(words_BN, run.vocab.eos) for words_BN in drawn]
 
 
 def _perplexity(run, ids, cache):

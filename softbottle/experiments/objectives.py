@@ -1,7 +1,7 @@
 """Objectives against each other over learning rates and seeds, on the templates.
 
 Every run is an ordinary run (trial.py) in a folder of its own, as in sweep.py, so a
-sweep that was interrupted goes on where it stopped. A row of the table is an objective
+sweep that was interrupted resumes where it stopped. A row of the table is an objective
 at a learning rate, and has the range of every number over the seeds.
 """
 

@@ -1,7 +1,7 @@
 """Heads against each other over widths and seeds: the picture of the bottleneck.
 
 Every run is an ordinary run (trial.py) in a folder of its own, so a sweep that was
-interrupted goes on where it stopped, and each of its points can be looked at.
+interrupted resumes where it stopped, and each of its points can be looked at.
 """
 
 import json
@@ -56,10 +56,14 @@ def run(
 
 
 def train(config: config_lib.Config, workdir: pathlib.Path) -> dict[str, Any]:
-    """The summary of a run of the sweep; a run that is asked to stop stops it all."""
+    """Train one run of the sweep; one that is asked to stop ends the sweep.
+
+    Returns:
+        Its summary.
+    """
     summary = trial.run(config, workdir)
     if not summary:
-        raise SystemExit("asked to stop; start again to go on.")
+        raise SystemExit("asked to stop; start again to resume.")
     return summary
 
 

@@ -1,6 +1,6 @@
 """A run and what is shown at its end: curves, the truth where it is known, a rival.
 
-The training loop knows none of this; it is handed to the loop as what to do at the end.
+The training loop imports none of this; it is handed to the loop as `at_end`.
 """
 
 import pathlib
@@ -17,7 +17,7 @@ from softbottle.training import loop, metrics
 
 
 def run(config: config_lib.Config, workdir: pathlib.Path | str) -> dict[str, Any]:
-    """Train a model, or go on training it, measure it, and print a table.
+    """Train a model, or resume training it, measure it, and print a table.
 
     Arguments, returned value and errors are those of `loop.run`. A synthetic corpus
     adds the divergence from its truth, templates add the accuracy on their answers,

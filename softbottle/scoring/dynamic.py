@@ -1,4 +1,4 @@
-"""Dynamic evaluation: a model that goes on learning from the text it is tested on.
+"""Dynamic evaluation: a model that keeps learning from the text it is tested on.
 
 After a segment is scored, the parameters take one step (Krause et al., 2018)
 

@@ -1,10 +1,12 @@
 """Text from a trained model, a word at a time.
 
 At temperature 1 with no truncation a word is drawn exactly from the mixture by its
-head. Otherwise the mixture's own log-probabilities are sharpened, log P / temperature,
-cut to the `top_k` most probable words and to the smallest set that holds `top_p` of
-the mass, and drawn from. With a cache the words are those of the head and of the text
-so far: every state is remembered, once, with the word that followed it.
+head. Otherwise the mixture's own log-probabilities are divided by the temperature, cut
+to the `top_k` most probable words and to the nucleus, the smallest set that holds
+`top_p` of the mass, and drawn from. With a cache the words are those of the head and of
+the text so far: every state is remembered, once, with the word that followed it.
+
+Axes: P words of a prompt, N words that are generated, M entries of the cache.
 """
 
 import functools
@@ -36,11 +38,11 @@ def generate(
     Args:
         run: a trained model.
         prompt: ids; an empty one stands for the end of a line.
-        tokens: how many words to make.
+        tokens: how many words to generate.
         temperature: above 0; below 1 sharpens.
         top_k: keep so many words; 0 keeps all.
-        top_p: keep the most probable words up to this mass.
-        cache: join the head with a cache of the prompt and of what was made.
+        top_p: nucleus sampling: keep the most probable words up to this mass.
+        cache: join the head with a cache of the prompt and of what was generated.
         seed: the same seed gives the same text.
 
     Raises:
@@ -49,7 +51,7 @@ def generate(
     _check(run, tokens, temperature, top_k, top_p)
     prompt = np.asarray(prompt if len(prompt) else [run.vocab.eos], np.int32)
     programs = _programs(run.model, temperature, top_k, top_p, cache)
-    read = _recurrent if jax.tree.leaves(run.model.initial_carry(1)) else _whole
+    read = _recurrent if jax.tree.leaves(run.model.initial_carry(1)) else _rereading
     states = read(run, programs.hidden, prompt, tokens)
     hidden_CD = next(states)
     past = _empty(len(prompt) + tokens, hidden_CD)
@@ -73,10 +75,10 @@ def make_continuer(
     top_p: float = 1.0,
     cache: bool = False,
 ) -> Callable[[np.ndarray, int], np.ndarray]:
-    """A compiled `go_on(prompts_BP, seed) -> made_BN`: N = `tokens` words per prompt.
+    """A compiled `continue_prompts(prompts_BP, seed) -> words_BN`, N = `tokens`.
 
     Prompts of one length are continued side by side, each a text of its own, with the
-    settings of `generate`. One loop on the device makes all the words; it reads the
+    settings of `generate`. One loop on the device generates all the words; it reads the
     text so far again for each, whatever the model.
     """
     _check(run, tokens, temperature, top_k, top_p)
@@ -102,12 +104,12 @@ def make_continuer(
         places = jnp.arange(size - tokens, size)
         return jax.lax.scan(add, text_BS, (places, keys))[0][:, -tokens:]
 
-    def go_on(prompts_BP, seed):
+    def continue_prompts(prompts_BP, seed):
         text_BS = np.pad(prompts_BP.astype(np.int32), ((0, 0), (0, tokens)))
         keys = jax.random.split(jax.random.key(seed), tokens)
         return np.asarray(loop(run.params, text_BS, keys))
 
-    return go_on
+    return continue_prompts
 
 
 class _Programs(NamedTuple):
@@ -199,7 +201,7 @@ def _recurrent(run, hidden, prompt, tokens):
         ids = np.asarray([(yield hidden_BSD[0])], np.int32)
 
 
-def _whole(run, hidden, prompt, tokens):
+def _rereading(run, hidden, prompt, tokens):
     """The same of a model without a carry, which reads the text so far again."""
     text, start, end = np.zeros(len(prompt) + tokens, np.int32), 0, len(prompt)
     text[:end] = prompt

@@ -9,7 +9,7 @@ aside with a loud warning, steps that were never sealed are deleted, and the new
 good one is what `restore` gives.
 
 In a job of several processes all write their parts of a step and the first one alone
-looks after the folder. Steps hold whole arrays: they restore onto any mesh.
+looks after the folder. Steps hold global arrays: they restore onto any mesh.
 """
 
 import json

@@ -1,4 +1,7 @@
-"""A trained model against text, without dropout."""
+"""Perplexity of a trained model on a text, without dropout, and its states there.
+
+Axes: M entries of a cache, W of its window.
+"""
 
 import dataclasses
 import itertools
@@ -175,14 +178,14 @@ def _empty_past(model, params, window):
 def states(
     model: Model, params: Params, ids: np.ndarray, rows: int, length: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """What the trunk makes of a text, a block of positions at a time.
+    """The backbone's states along a text, a block of positions at a time.
 
     Args:
-        model: whose trunk it is.
+        model: whose backbone it is.
         params: its parameters.
         ids: the text.
         rows: that it is cut into and that are read side by side: one keeps the text's
-            order; a recurrent trunk reads several in little more time than one.
+            order; a recurrent backbone reads several in little more time than one.
         length: of the stretches it is read in, `data.eval_length` for the states that
             a run's perplexity is made of: a transformer sees no farther back.
 

@@ -4,9 +4,9 @@ The lock is `flock` on `workdir/lock`, which the kernel takes back when its proc
 ends, however it ends. That is enough on local disks, and on NFS and Lustre (mounted
 with `flock`), which pass it on to their server. Other shared file systems (gcsfuse
 among them) lock within one machine or not at all. So the file also holds who has it
-and a number that its owner raises every `BEAT_SECONDS`: a process that gets the lock
-although a process of another machine has not given it back watches that number first,
-and an owner that finds somebody else's name in the file stops.
+and a heartbeat, a number that its owner raises every `BEAT_SECONDS`. A process that
+gets the lock although a process of another machine has not given it back watches that
+number first, and an owner that finds somebody else's name in the file stops.
 """
 
 import contextlib

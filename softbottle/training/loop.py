@@ -91,7 +91,7 @@ def run(
     workdir: pathlib.Path | str,
     at_end: AtEnd | None = None,
 ) -> dict[str, Any]:
-    """Train a model, or go on training it, and sum it up.
+    """Train a model, or resume training it, and sum it up.
 
     Args:
         config: a run's settings; validated and frozen here.
@@ -134,9 +134,9 @@ def _train(config, workdir, at_end):
                 distributed.exit_process(error)
             raise
         finally:
-            for kept in (trainer.latest, trainer.best, trainer.series):
-                if kept is not None:
-                    kept.close()
+            for folder in (trainer.latest, trainer.best, trainer.series):
+                if folder is not None:
+                    folder.close()
         if not finished:
             return {}
         return _finish(trainer, int(state.step), history, at_end)
@@ -194,10 +194,10 @@ def _start(trainer):
         placed = jax.tree.map(lambda leaf: leaf.sharding, state.opt_state)
         init = jax.jit(optim.make(config.optim).init, out_shardings=placed)
         state = state.replace(params=start.params, opt_state=init(start.params))
-    # What was kept after the step that we go on from will be met again.
-    for kept in (trainer.best, trainer.series):
-        if kept is not None:
-            kept.forget_after(int(state.step))
+    # Checkpoints after the step that the run resumes from will be written again.
+    for folder in (trainer.best, trainer.series):
+        if folder is not None:
+            folder.forget_after(int(state.step))
     if (best := _best_loss(trainer)) != history.best:
         # Damaged and put aside: an earlier one is the best so far, or none is.
         history.best, history.evaluated = best, -1
@@ -223,8 +223,8 @@ def _loop(trainer, state, history):
     report = _report(trainer, step, history)
     if step:
         report.say(f"resumed from step {step:,}")
-    if _goes_on(train, step, stream.epoch, history) and jax.process_index() == 0:
-        # Of an earlier end; a job is finished only if the run that goes on now is.
+    if _continues(train, step, stream.epoch, history) and jax.process_index() == 0:
+        # Of an earlier end; a job is finished only if the run that resumes now is.
         (trainer.workdir / "summary.json").unlink(missing_ok=True)
     # Processes of one machine would write the same files.
     traced = (train.profile_steps or 0) if jax.process_index() == 0 else 0
@@ -234,7 +234,7 @@ def _loop(trainer, state, history):
         contextlib.closing(report),
         contextlib.closing(trace),
     ):
-        while _goes_on(train, step, stream.epoch, history):
+        while _continues(train, step, stream.epoch, history):
             epoch, position = stream.epoch, stream.position
             batch = sharding.to_mesh(trainer.mesh, stream.next(), rows)
             state, measured = trainer.step(state, batch, stream.starts_epoch)
@@ -297,7 +297,7 @@ def _report(trainer, step, history):
     return report
 
 
-def _goes_on(train, step, epoch, history):
+def _continues(train, step, epoch, history):
     if history.stopped or (train.steps and step >= train.steps):
         return False
     return not train.epochs or epoch < train.epochs
@@ -378,10 +378,10 @@ def _finish(trainer, step, history, at_end):
         if trainer.mesh is not None:
             model = model_lib.make(config, vocab)
             best = best._replace(model=model, params=sharding.gather(best.params))
-        more = at_end(Ended(best, trainer.corpus, workdir, summary))
-        if more is None:
+        entries = at_end(Ended(best, trainer.corpus, workdir, summary))
+        if entries is None:
             return {}
-        summary |= more
+        summary |= entries
     if jax.process_index() == 0:
         files.replace(workdir / "summary.json", json.dumps(summary, indent=2))
     distributed.barrier("the summary is written")

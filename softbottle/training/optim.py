@@ -1,13 +1,15 @@
 """From a config to an optax transformation, and the averages of NT-ASGD.
 
     sgd     p <- p - lr (length / bptt) (clip(g) + decay p)
-    adamw   clip, Adam, decoupled decay, linear warm-up and cosine fall
+    adamw   clip, Adam, decoupled weight decay, linear warm-up and cosine decay
     average mean_t = mean_{t-1} + (p_t - mean_{t-1}) / max(1, t - 1)
 
 The average is Polyak's, with PyTorch's ASGD counting (its first two steps overwrite).
 It lives in the optimiser's state and lies idle until `start_averaging`: when the
 validation loss is no better than the best loss older than `patience` epochs ("nt"), at
 a given epoch ("et"), or at once ("now").
+
+Axes: N segments of PLIF.
 """
 
 from collections.abc import Sequence

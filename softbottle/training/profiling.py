@@ -1,9 +1,9 @@
-"""Is the device ever waiting for us? A profiler's trace of some steps answers.
+"""Device utilization: the share of some steps' time in which a kernel runs.
 
     busy = |union of the kernels' intervals| / (end of the last - start of the first)
 
-The rest is time in which the device had nothing to compute: it waited for input, for
-Python, or for a transfer that was not hidden behind its work.
+of a profiler's trace. The rest is time in which the device had nothing to compute: it
+waited for input, for Python, or for a transfer that was not hidden behind its work.
 """
 
 import pathlib

@@ -1,4 +1,4 @@
-"""The state of a run, and the one door through which a finished run is read.
+"""The state of a run, and how a finished run is read.
 
 Beside its checkpoints a run's folder holds
 

@@ -125,13 +125,13 @@ def check_memory(
     else:
         like = abstract_state(config, model, tx, mesh)
     sizes = [sharding.bytes_per_device(tree) for tree in (like.params, like.opt_state)]
-    needed, there = 2 * sizes[0] + sizes[1], sharding.device_memory(mesh)
-    if needed > there:
+    needed, capacity = 2 * sizes[0] + sizes[1], sharding.device_memory(mesh)
+    if needed > capacity:
         raise ValueError(
             "the model does not fit: its parameters, their gradient and the "
             f"optimiser's state take {needed / 2**30:,.1f} GiB per device, which has "
-            f"{there / 2**30:,.1f} GiB. Reduce head.components or the widths of model, "
-            "or share it among more devices (mesh.data, mesh.model)."
+            f"{capacity / 2**30:,.1f} GiB. Reduce head.components or the widths of "
+            "model, or share it among more devices (mesh.data, mesh.model)."
         )
 
 
@@ -145,8 +145,8 @@ def _builder(config, model, tx):
 
 
 def _gradient(model, params, batch, carry, key, accumulate, mesh):
-    """Gradient of the mean loss, the batch's rows taken in `accumulate` parts."""
-    # A part's share of the whole, not its own count: it may be all padding.
+    """Gradient of the mean loss, accumulated over `accumulate` parts of the rows."""
+    # A part's share of the batch's count, not its own count: it may be all padding.
     share = jnp.sum(batch.weights_BS) / accumulate
 
     def objective(params, batch, carry, key):

@@ -1,4 +1,4 @@
-"""Signals that ask a run to save and leave."""
+"""Signals that ask a run to save and exit."""
 
 import contextlib
 import os
@@ -13,7 +13,7 @@ from jax.experimental import multihost_utils
 
 @contextlib.contextmanager
 def watch() -> Iterator[Callable[[int], bool]]:
-    """Give a function of the step that tells whether to save and leave after it.
+    """Give a function of the step that says whether to save and exit after it.
 
     SIGTERM and SIGINT ask for it; a second SIGINT ends the process at once, without
     saving. In a job of several processes all of them stop at the same step, whichever

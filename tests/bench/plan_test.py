@@ -72,7 +72,7 @@ def test_a_step_is_compiled_for_devices_and_read(monkeypatch):
     assert row["seconds"]["step"] > row["seconds"]["links"] > 0
     text = plan.render(row)
     assert "8 chips" in text and "not measured" in text
-    assert "15 tokens a chip, compiled" in plan.render_largest(row)
+    assert "15 tokens per chip, compiled" in plan.render_largest(row)
 
 
 def test_chips_and_compilers_that_are_not_there_are_named(monkeypatch):

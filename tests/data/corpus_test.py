@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from softbottle import config
-from softbottle.data import corpus, synthetic
+from softbottle.data import corpus, sources, synthetic
 from softbottle.data.vocab import Corpus, Vocab
 from tests import CORPORA, ROOT
 
@@ -80,14 +80,14 @@ def test_ids_are_mapped_read_only_and_not_in_memory(settings):
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8, 13, 21])
 def test_the_size_of_the_chunks_changes_nothing(settings, monkeypatch, size):
-    monkeypatch.setattr(corpus, "CHUNK_BYTES", size)
+    monkeypatch.setattr(sources, "CHUNK_BYTES", size)
     made = corpus.load(settings)
     assert words_of(made) == {n: expected_words(text) for n, text in TEXT.items()}
 
 
 @pytest.mark.parametrize("size", [4, 1 << 24])
 def test_frequent_words_are_those_of_the_training_text(settings, monkeypatch, size):
-    monkeypatch.setattr(corpus, "CHUNK_BYTES", size)
+    monkeypatch.setattr(sources, "CHUNK_BYTES", size)
     (pathlib.Path(settings.path) / "valid.txt").write_text("bird bird bird bird the\n")
     settings.vocab_size, settings.lowercase = 4, True
     made = corpus.load(settings)
@@ -175,7 +175,7 @@ def test_the_first_of_two_encodings_is_kept(settings):
     (name,) = cached(settings)
     folder = pathlib.Path(settings.cache) / name
     before = os.stat(folder / "train.int32")
-    corpus._encode(settings, corpus._sources(settings), folder)
+    corpus._encode(settings, sources.of_corpus(settings), folder)
     assert cached(settings) == [name]
     after = os.stat(folder / "train.int32")
     assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
@@ -278,7 +278,7 @@ def test_a_split_without_words_is_refused(settings, raw):
 def test_what_is_not_text_is_refused_with_its_line(
     settings, monkeypatch, raw, message, size
 ):
-    monkeypatch.setattr(corpus, "CHUNK_BYTES", size)
+    monkeypatch.setattr(sources, "CHUNK_BYTES", size)
     (pathlib.Path(settings.path) / "test.txt").write_bytes(raw)
     with pytest.raises(ValueError, match=message):
         corpus.load(settings)
@@ -362,7 +362,7 @@ def test_text_that_cannot_be_read_is_an_error(tmp_path):
 def test_the_byte_order_mark_of_each_file_is_no_word(
     tmp_path, monkeypatch, size, suffix, pack
 ):
-    monkeypatch.setattr(corpus, "CHUNK_BYTES", size)
+    monkeypatch.setattr(sources, "CHUNK_BYTES", size)
     mark = b"\xef\xbb\xbf"
     folder = write_lm1b(
         tmp_path / "lm1b",

@@ -12,7 +12,8 @@ other normalisers would make of the same logits, which were trained for softmax,
 as a mean over all heads, and in full (`attention.limits`) for the heads of the middle
 layer on the first stretch.
 
-Axes: L layers, W stretches, H heads, S tokens of a stretch, N = W S.
+Axes: L layers, W stretches, H heads, S tokens of a stretch, N = W S; R rows, one per
+head.
 """
 
 from collections.abc import Sequence
@@ -85,7 +86,7 @@ def measure(
     if len(states) != layers or rows != {stretches * length} or length <= SELECTED:
         raise ValueError(
             f"logits {logits_LWHS.shape} [layers, stretches, heads, tokens > "
-            f"{SELECTED}] need as many layers of states, with a row a token; got "
+            f"{SELECTED}] need as many layers of states, with a row per token; got "
             f"{[layer_ND.shape for layer_ND in states]}."
         )
     values = [_unit(layer_ND).reshape(stretches, length, -1) for layer_ND in states]

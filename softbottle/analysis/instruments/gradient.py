@@ -1,4 +1,4 @@
-"""How much of the gradient of the logits can reach the trunk through the head.
+"""How much of the gradient of the logits can reach the backbone through the head.
 
     d_k = d nll / d z_k = r_k (p_k - onehot(label)) * g'(z_k)
     d nll / d context_k = W' d_k
@@ -10,7 +10,7 @@ space of W, E dimensions of V: with Q its orthonormal basis,
 
 The components of a mixture are stacked, so that each counts as its responsibility
 says. A gradient without any relation to W would keep sqrt(E / V). The mixture weights
-are a second way to the trunk, of K dimensions, which is not counted here.
+are a second way to the backbone, of K dimensions, which is not counted here.
 """
 
 import functools
@@ -164,7 +164,7 @@ def section(heads: dict[str, Gradient]) -> report.Section:
     )
     lines = [
         f"{name}: {head.kept:.1%} of the norm of the logits' gradient reaches the "
-        f"trunk through {head.width:,} of {head.vocab:,} dimensions (chance "
+        f"backbone through {head.width:,} of {head.vocab:,} dimensions (chance "
         f"{head.chance:.1%}); the part left out has {head.suppressed:.1%} of the norm."
         for name, head in heads.items()
     ]

@@ -17,7 +17,7 @@ rank r that is nearest to W in the logits of the states H,
 
 U_r being the first r left singular vectors of L' W' (Eckart and Young).
 
-Axes: N states, S of them trained on, U unseen (in `inspect`: words), R ranks.
+Axes: N states, S of them trained on, U unseen, R ranks.
 """
 
 from collections.abc import Sequence
@@ -280,8 +280,8 @@ def _of_capture(capture):
     if capture.readout is not None:
         vocab = len(capture.table_VE)
         return train(hidden_ND, labels_N, vocab, ranks, capture.table_VE)
-    words_U, labels_N = np.unique(labels_N, return_inverse=True)
-    own = Own(capture.table_VE[words_U], bias_or_zeros(capture)[words_U])
+    words_V, labels_N = np.unique(labels_N, return_inverse=True)
+    own = Own(capture.table_VE[words_V], bias_or_zeros(capture)[words_V])
     return cut(hidden_ND, labels_N, ranks, own)
 
 

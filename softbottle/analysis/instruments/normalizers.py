@@ -6,6 +6,8 @@
     scalable    = softmax of s log(L) l
 
 Each works along the last axis, in float64.
+
+Axes: R rows (a head, a query), L tokens.
 """
 
 import functools

@@ -8,7 +8,7 @@ for states H [N, D], a table W [V, D] and a bias b. Its singular values are thos
 its transpose, so that a Gram matrix may be made of the shorter side: `columns` lets
 the words of a large vocabulary pass by in blocks.
 
-Axes: C positions, or words, of a block.
+Axes: N positions; C positions, or words, of a block.
 """
 
 import dataclasses
@@ -39,7 +39,7 @@ class Block(NamedTuple):
 def mixtures(capture: Capture, precision: Precision = "float32") -> Iterator[Block]:
     """The predictions of a capture's own head, a block of its tokens at a time.
 
-    The states are in the trunk's precision and the head computes in the one asked for.
+    The states are in the backbone's precision; the head computes in the one asked for.
     That is all a rank needs: its bounds hold whatever the states are.
     """
     head, output, options = present("readout", capture.readout)

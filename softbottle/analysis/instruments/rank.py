@@ -8,24 +8,23 @@ log-probabilities judged with the eps of float64 have full rank, always. Beside 
 stands the effective rank, which rounding cannot move: the smallest k with
 sum_{i<=k} sigma_i^2 >= (1 - e) sum_i sigma_i^2.
 
-A tall matrix is read in blocks of rows. Its Gram matrix gives sigma^2, so that sigma
-is lost below about 1.5e-8 sigma_1: enough for the tolerance of float32 (1.8e-5 at
-82,430 x 10,000) and not for that of float64 (3.4e-14), where the rows go through a QR
-factorisation instead, R <- qr([R; rows]), and the singular values are those of R.
+A tall matrix is read in blocks of rows (factors.py). Its Gram matrix resolves sigma
+down to about 1.5e-8 sigma_1: enough for the tolerance of float32 (1.8e-5 at 82,430 x
+10,000) and not for that of float64 (3.4e-14), for which a QR factorisation is updated
+instead.
 
-Axes: C rows of a block, R rows that wait.
+Axes: C rows of a block.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from softbottle.analysis import drawing, report
 from softbottle.analysis.capture import Capture, joined, present, real
-from softbottle.analysis.instruments import mixture, predictions
+from softbottle.analysis.instruments import factors, mixture, predictions
 from softbottle.analysis.settings import Precision, Settings
 
 PRECISIONS: tuple[Precision, ...] = ("float32", "float64")
@@ -112,7 +111,7 @@ def softmax_bound(context_dim: int, bias: bool = True) -> int:
 
 
 def streamed(
-    blocks: Iterable[np.ndarray | jax.Array], precision: Precision = "float32"
+    blocks: Iterable[factors.Block], precision: Precision = "float32"
 ) -> Ranks:
     """Singular values and ranks of a matrix that comes in blocks of rows.
 
@@ -130,14 +129,15 @@ def streamed(
     rows = 0
     width: int | None = None
     dtypes: set[np.dtype] = set()
-    factor = _Gram() if precision == "float32" else _Triangle()
+    factor: factors.Gram | factors.Triangle
+    factor = factors.Gram() if precision == "float32" else factors.Triangle()
     for block in blocks:
         if width not in (None, block.shape[-1]):
             raise ValueError(f"the blocks are {width} columns wide, got {block.shape}.")
         # Not around the loop: the blocks are computed there, in their own precision.
         with jax.enable_x64(True):
             dtypes.add(block.dtype)
-            block_CV = _library(block).asarray(block, np.float64)
+            block_CV = factors.library(block).asarray(block, np.float64)
             _check(block_CV)
             factor.add(block_CV)
         rows, width = rows + len(block_CV), block_CV.shape[1]
@@ -185,14 +185,14 @@ class PairwiseKL:
         self._count, self._negentropy = 0, 0.0
         self._p_V = self._log_p_V = np.zeros(())
 
-    def add(self, log_p_CV: np.ndarray | jax.Array) -> None:
+    def add(self, log_p_CV: factors.Block) -> None:
         """Take in the log-probabilities of some contexts.
 
         Raises:
             ValueError: if they are not finite or do not sum to one.
         """
         with jax.enable_x64(True):
-            xp = _library(log_p_CV)
+            xp = factors.library(log_p_CV)
             log_p_CV = xp.asarray(log_p_CV, np.float64)
             _check(log_p_CV)
             p_CV = xp.exp(log_p_CV)
@@ -278,7 +278,7 @@ def section(heads: dict[str, HeadRanks]) -> report.Section:
     for name, head in heads.items():
         if head.loss is not None:
             whose = "Its loss" if len(heads) == 1 else f"The loss of {name}"
-            lines.append(f"{whose} on this text is {head.loss:.3f} nats a token.")
+            lines.append(f"{whose} on this text is {head.loss:.3f} nats per token.")
     return report.Section("Rank", " ".join(lines), figures, numbers)
 
 
@@ -304,69 +304,6 @@ def _draw_spectra(heads):
     axes.legend()
     reading = "A cliff is a bottleneck: below the dotted tolerance there is rounding."
     return report.Figure("rank-spectrum", figure, reading)
-
-
-class _Gram:
-    """Outer products summed; singular values are roots of the sum's eigenvalues.
-
-    Rows wait until there are as many as columns: of fewer, the products between rows
-    make the smaller matrix.
-    """
-
-    def __init__(self):
-        self._waiting, self._rows, self._gram_VV = [], 0, None
-
-    def add(self, block_CV):
-        self._waiting.append(block_CV)
-        self._rows += len(block_CV)
-        if self._rows >= block_CV.shape[1]:
-            for block_CV in self._waiting:
-                part_VV = block_CV.T @ block_CV
-                if self._gram_VV is None:
-                    self._gram_VV = part_VV
-                else:
-                    self._gram_VV += part_VV
-            self._waiting = []
-
-    def sigma(self):
-        gram = self._gram_VV
-        if gram is None:
-            rows_RV = _library(self._waiting[0]).concatenate(self._waiting)
-            gram = rows_RV @ rows_RV.T
-        square = np.asarray(_library(gram).linalg.eigvalsh(gram))[::-1]
-        return np.sqrt(np.maximum(square, 0.0))
-
-
-class _Triangle:
-    """The R of a QR factorisation; rows wait until there are as many as columns."""
-
-    def __init__(self):
-        self._waiting, self._rows = [], 0
-
-    def add(self, block_CV):
-        self._waiting.append(block_CV)
-        self._rows += len(block_CV)
-        if self._rows >= 2 * block_CV.shape[1]:
-            self._reduce()
-
-    def sigma(self):
-        self._reduce()
-        return np.linalg.svd(np.asarray(self._waiting[0]), compute_uv=False)
-
-    def _reduce(self):
-        xp = _library(self._waiting[0])
-        self._waiting = [xp.linalg.qr(xp.concatenate(self._waiting), mode="r")]
-        self._rows = len(self._waiting[0])
-
-
-def _library(array: np.ndarray | jax.Array) -> Any:
-    """jax.numpy for an array on an accelerator; else NumPy.
-
-    On a host NumPy's products of a matrix with its own transpose cost half of jax's.
-    """
-    if isinstance(array, np.ndarray):
-        return np
-    return np if all(d.platform == "cpu" for d in array.devices()) else jnp
 
 
 def _tolerance(shape, sigma, precision):

@@ -3,7 +3,8 @@
 A curve turns where it is lowest. Godey et al. see the loss of small models turn late in
 training, and the singular entropy and the anisotropy (saturation.py) rise with it.
 
-Axes: M checkpoints, W of them near the turn, B refits, G candidates for the knot.
+Axes: M checkpoints, W of them near the turn, B refits, G candidates for the knot, N
+positions of a text.
 """
 
 from collections.abc import Iterable, Sequence

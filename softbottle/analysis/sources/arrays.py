@@ -5,6 +5,8 @@ what it says. So headers are read first, and compared with the bytes that are th
 compressed files may grow to `INFLATED` bytes or `RATIO` times their own length.
 Only numbers and texts are read: no Python objects, and no complex numbers, whose
 imaginary part every instrument would drop.
+
+Axes: N positions.
 """
 
 import dataclasses

@@ -12,7 +12,9 @@ s and t are integers that 16 or 32 neighbours share in a block of 256. Low halve
 bytes are one stretch of neighbours and high halves the next.
 
 Every count and size is compared with the length of the file before anything of that
-size is made, whatever the file says.
+size is allocated, whatever the file says.
+
+Axes: N blocks, B bytes of a block, Q values of one.
 """
 
 import math

@@ -1,6 +1,8 @@
 """Causal language models that `transformers` loads, from a folder or the hub.
 
 PyTorch is imported here alone, when such a model is asked for.
+
+Axes: L layers, H attention heads.
 """
 
 import pathlib

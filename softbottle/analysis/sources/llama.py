@@ -4,8 +4,11 @@
 
 y = norm(x), norm(x) = x / sqrt(mean(x^2) + epsilon) * scale. Queries and keys are
 turned by position * base^(-2i / H) in the pairs (x_2i, x_2i+1), as files of the
-architecture "llama" store them; several query heads share a key and a value. Mistral,
-SmolLM and TinyLlama are stored as "llama" too.
+architecture "llama" store them; several query heads share a key and a value (grouped-
+query attention). Mistral, SmolLM and TinyLlama are stored as "llama" too.
+
+Axes: N attention heads, H width of one or its half, T positions that are attended to,
+F width of the gated unit.
 """
 
 import functools

@@ -4,7 +4,7 @@ A text is read in stretches of S tokens, each from position 0. What is taken are
 states of every layer, and of each attention head the logits of a stretch's last
 position.
 
-Axes: L layers, W stretches, H heads, M positions of the longer text.
+Axes: L layers, W stretches, H heads, N positions, M of the longer text.
 """
 
 import importlib

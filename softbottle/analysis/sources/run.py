@@ -4,7 +4,8 @@ The states of every layer come from one row of text in stretches of `data.eval_l
 positions. What the head reads comes from `data.eval_rows` rows, as in validation: it is
 what the run's perplexity is made of.
 
-Axes: L layers, W stretches, H heads, S positions of a stretch.
+Axes: L layers, W stretches, H (in a backbone's own arrays N) attention heads, S
+positions of a stretch, N = W S.
 """
 
 import dataclasses
@@ -41,7 +42,7 @@ _DIMENSIONS = 512  # of the text's next-word matrix, at most
 
 
 class Inner(NamedTuple):
-    """What a trunk holds along a text.
+    """What a backbone holds along a text.
 
     Attributes:
         states: [N, D] by layer, the embedded words first; the head reads the last.
@@ -150,7 +151,7 @@ def mixed(run: Run, ids: np.ndarray, positions: int = SAMPLE) -> Mixed:
 
 
 def make_reader(run: Run) -> Reader:
-    """A compiled `read(params, ids) -> Inner` of a run's trunk.
+    """A compiled `read(params, ids) -> Inner` of a run's backbone.
 
     It is compiled once, whatever parameters it is called with: those of every
     checkpoint of a series have the same shapes.

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from softbottle.analysis import report
-from softbottle.analysis.instruments import mixture, predictions, rank
+from softbottle.analysis.instruments import factors, mixture, predictions, rank
 from softbottle.analysis.sources import run as source
 from softbottle.training import evaluate
 from tests import tiny
@@ -38,7 +38,7 @@ def random_log_p(rows, columns=WORDS, seed=0):
 def library(request, monkeypatch):
     """Both array libraries, whatever machine this is."""
     arrays = {"cpu": np, "accelerator": jnp}[request.param]
-    monkeypatch.setattr(rank, "_library", lambda array: arrays)
+    monkeypatch.setattr(factors, "library", lambda array: arrays)
 
 
 @pytest.mark.parametrize("precision", ["float32", "float64"])
