@@ -161,6 +161,18 @@ def _kernels():
     return lstm_gpu
 
 
+def _gpu_forward():
+    from softbottle.ops.lstm import gpu_forward
+
+    return gpu_forward
+
+
+def _gpu_backward():
+    from softbottle.ops.lstm import gpu_backward
+
+    return gpu_backward
+
+
 def _refusals(layers, rows, dtype):
     """Why the layers cannot be kernels; each reason once."""
     lstm_gpu = _kernels()
@@ -373,7 +385,7 @@ def _persistent_forward(inputs_SBI, carries, layers, masks, valid_SB):
     z_SBG = _product("sbi,ig->sbg", jnp.bfloat16, pad_rows(inputs_SBI), input_IG)
     hidden_LBH = _stack_wide([carry.hidden_BH for carry in carries], width)
     cell_LBH = _stack_wide([carry.cell_BH for carry in carries], width)
-    trace = lstm_gpu.forward(
+    trace = _gpu_forward().forward(
         z_SBG.reshape(*z_SBG.shape[:2], 4, width),
         jnp.stack(biases).reshape(-1, 4, width),
         stack,
@@ -434,7 +446,7 @@ def _persistent_backward(saved, bars):
             pad_rows(_stack_wide(bars, width)).astype(jnp.float32)
             for bars in zip(*final_bars[run], strict=True)
         ]
-        z_bar_LSBQH, *firsts = lstm_gpu.backward(
+        z_bar_LSBQH, *firsts = _gpu_backward().backward(
             _gpu_stack(layers[run], inner, rows),
             jax.tree.map(operator.itemgetter(run), trace),
             _pad_last(below_bar_SBI, width).astype(jnp.float32),
