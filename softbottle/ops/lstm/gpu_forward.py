@@ -303,12 +303,12 @@ def _step(block, owned, tiles, index, states):
         ]
         state, gate = _cell(map(jnp.add, z[number], parts), states[number], valid_BU)
         # First what other blocks wait for.
-        _hand_on(block, owned.layer, index, units, state[0], tiles[number].mask_BU)
+        _publish(block, owned.layer, index, units, state[0], tiles[number].mask_BU)
         after.append(state)
         gates.append(gate)
     plgpu.barrier_arrive(barriers.free.at[turn])
     for units, (_, cell_BU), gate in zip(owned.tiles, after, gates, strict=True):
-        _save(block, owned.layer, index, units, cell_BU, gate)
+        _save_gates(block, owned.layer, index, units, cell_BU, gate)
     return after
 
 
@@ -338,14 +338,14 @@ def _cell(z, state, valid_BU):
     return (hidden_BU, cell_BU), (i, f, g, o)
 
 
-def _hand_on(block, layer, index, units, hidden_BU, mask_BU):
+def _publish(block, layer, index, units, hidden_BU, mask_BU):
     """Store h for the layer itself and, masked, for the one above."""
     store(block.trace.hidden_LZBH.at[layer, index + 1, :, units], hidden_BU)
     fed_BU = (hidden_BU.astype(jnp.float32) * mask_BU).astype(jnp.bfloat16)
     store(block.trace.fed_LSBH.at[layer, index, :, units], fed_BU)
 
 
-def _save(block, layer, index, units, cell_BU, gates):
+def _save_gates(block, layer, index, units, cell_BU, gates):
     """Store what the backward pass reads besides h."""
     store(block.trace.cell_LZBH.at[layer, index + 1, :, units], cell_BU)
     for q in range(4):

@@ -14,9 +14,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from softbottle.ops.lstm import gpu
+from softbottle.ops.lstm import gpu, ptx
 from softbottle.ops.lstm.gpu import PAD, TILE, UNITS
-from softbottle.ops.lstm.ptx import TILED, Ref
+from softbottle.ops.lstm.ptx import Ref
 
 # Barriers around every store would cost more than the stores; see ptx.signal.
 LANES = plgpu.CompilerParams(
@@ -47,8 +47,8 @@ def shared_memory(plan: gpu.Plan, parts: tuple[int, ...]) -> Shared:
     """The types of it; `parts` are the sizes of a step's parts, but for the rows."""
     operand = (plan.groups, plan.rows, plan.share)
     return Shared(
-        plgpu.SMEM((TILE, plan.width), jnp.bfloat16, transforms=TILED),
-        plgpu.SMEM(operand, jnp.bfloat16, transforms=TILED),
+        plgpu.SMEM((TILE, plan.width), jnp.bfloat16, transforms=ptx.TILED),
+        plgpu.SMEM(operand, jnp.bfloat16, transforms=ptx.TILED),
         plgpu.SMEM((2, *parts, plan.rows + PAD), jnp.float32),
     )
 
@@ -85,7 +85,7 @@ def await_held(group: jax.Array, held: Ref) -> None:
 
 def load(ref: Ref) -> jax.Array:
     """The tile [B, U] that `ref` stands for."""
-    return plgpu.load(ref, layout=_LAYOUT, optimized=False)
+    return ptx.load(ref, layout=_LAYOUT, optimized=False)
 
 
 def store(ref: Ref, value_BU: jax.Array) -> None:

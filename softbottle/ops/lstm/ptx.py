@@ -19,6 +19,7 @@ from jax.extend.mlir.dialects import arith
 from softbottle.ops.lstm.gpu import CHUNK, HELD, PAD, TILE, UNITS, groups_of
 
 Ref = Any  # Pallas has no public type for a reference
+load: Any = plgpu.load  # takes other arguments before jax 0.11
 TILED = (plgpu.TilingTransform((8, CHUNK)), plgpu.SwizzleTransform(128))
 
 
@@ -34,9 +35,7 @@ def hold(weight_s: Ref, share: int) -> list[jax.Array]:
     """This warpgroup's share of the weights, as far as its registers hold it."""
     first = lax.axis_index("group") * share
     return [
-        plgpu.load(
-            weight_s.at[:, pl.ds(first + start, CHUNK)], layout=plgpu.Layout.WGMMA
-        )
+        load(weight_s.at[:, pl.ds(first + start, CHUNK)], layout=plgpu.Layout.WGMMA)
         for start in range(0, min(share, HELD), CHUNK)
     ]
 
@@ -58,7 +57,8 @@ def multiply_share(
     Columns that the registers do not hold come from shared memory. With `bytes_s` the
     parts go to the blocks of the cluster, 16 rows to each.
     """
-    sizes = _Product(*operand_s.shape, weight_s.shape[1])
+    rows, share = operand_s.shape
+    sizes = _Product(rows, share, weight_s.shape[1])
     second_tile = part_s.shape[0] == 2 * TILE and below_ref is None
     sources = [own_ref] if below_ref is None else [own_ref, below_ref]
     parts = [part_s] if bytes_s is None else [part_s, bytes_s]
