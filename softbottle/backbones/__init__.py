@@ -1,5 +1,7 @@
 """Backbones: embedded tokens in, hidden states out."""
 
+from typing import Any
+
 from flax import linen
 
 from softbottle.backbones import awd_lstm, dropout, transformer, window
@@ -26,8 +28,7 @@ def make(config: Config) -> linen.Module:
     rates = dropout.Rates(
         **{name: getattr(config.regularise, name) for name in dropout.Rates._fields}
     )
-    shared = {"rates": rates, "compute_dtype": model.compute_dtype}
-    sizes = {name: getattr(model, name) for name in ("hidden_dim", "last_dim")}
+    shared: dict[str, Any] = {"rates": rates, "compute_dtype": model.compute_dtype}
     match model.backbone:
         case "awd_lstm":
             inner = (model.hidden_dim,) * (model.layers - 1)
@@ -39,11 +40,18 @@ def make(config: Config) -> linen.Module:
                 attention_heads=model.attention_heads,
                 remat=model.remat,
                 scan_layers=model.scan_layers,
-                **sizes,
+                hidden_dim=model.hidden_dim,
+                last_dim=model.last_dim,
                 **shared,
             )
         case "window":
-            return window.Window(model.order, model.embed_dim, **sizes, **shared)
+            return window.Window(
+                order=model.order,
+                embed_dim=model.embed_dim,
+                hidden_dim=model.hidden_dim,
+                last_dim=model.last_dim,
+                **shared,
+            )
     raise ValueError(
         f"model.backbone must be one of {BACKBONES}, got {model.backbone!r}."
     )

@@ -25,13 +25,25 @@ class AwdLstm(nn.Module):
     The rows are contiguous streams: the state runs through segments and on into the
     next batch. Positions of segment 0 are padding at the end of a row; they leave the
     state alone and give 0.
+
+    Attributes:
+        widths: of the embedded tokens and of each layer.
+        rates: of dropout, in training.
+        compute_dtype: as of ops/lstm/api.py:stack, like what follows.
+        implementation: "auto" decides anew for each number of rows, since evaluation
+            may have others than training.
+        unroll: steps of the loop that are compiled as one.
+        device: what "auto" decides for; None is jax's first.
+        device_count: of the program; None is what jax has.
     """
 
     widths: tuple[int, ...]
     rates: dropout.Rates = dropout.Rates()
     compute_dtype: str = "float32"
-    implementation: str = "auto"  # see ops.lstm.stack
+    implementation: str = "auto"
     unroll: int = 4
+    device: lstm.Device | None = None
+    device_count: int | None = None
 
     def initial_carry(self, rows: int) -> tuple[lstm.Carry, ...]:
         """Zero states of every layer."""
@@ -51,12 +63,7 @@ class AwdLstm(nn.Module):
         rates = self.rates if train else dropout.Rates()
         rows = embedded_BSE.shape[0]
         inputs_BSE = base.drop_locked(self, rates.input, embedded_BSE)
-        masks = None
-        if rates.hidden:
-            masks = [
-                dropout.locked(self.make_rng("dropout"), rates.hidden, rows, size)[:, 0]
-                for size in self.widths[1:-1]
-            ]
+        masks = self._masks(rates, rows) if rates.hidden else None
         layers = [self._layer(index, rates) for index in range(len(self.widths) - 1)]
         inputs_SBE, valid_SB = inputs_BSE.transpose(1, 0, 2), segments_BS.T > 0
         if self.is_mutable_collection("intermediates"):
@@ -73,10 +80,19 @@ class AwdLstm(nn.Module):
             implementation=self.implementation,
             compute_dtype=self.compute_dtype,
             unroll=self.unroll,
+            device=self.device,
+            device_count=self.device_count,
         )
         raw_BSD = raw_SBD.transpose(1, 0, 2)
         hidden_BSD = base.drop_locked(self, rates.output, raw_BSD)
         return base.Trunk(hidden_BSD, raw_BSD, carry)
+
+    def _masks(self, rates, rows):
+        """Factors [B, H] on what every layer but the last gives."""
+        return [
+            dropout.locked(self.make_rng("dropout"), rates.hidden, rows, size)[:, 0]
+            for size in self.widths[1:-1]
+        ]
 
     def _layer(self, index, rates):
         inputs, size = self.widths[index : index + 2]

@@ -56,9 +56,10 @@ class Window(nn.Module):
             jnp.concatenate([carry.segments_BP, segments_BS], axis=1),
         )
         context_BSC = _contexts(stream, segments_BS)
-        dense = {"dtype": self.compute_dtype}
-        inner_BSH = nn.Dense(self.hidden_dim, name="inner", **dense)(context_BSC)
-        raw_BSD = nn.Dense(self.last_dim, name="outer", **dense)(jnp.tanh(inner_BSH))
+        dtype = self.compute_dtype
+        inner_BSH = nn.Dense(self.hidden_dim, dtype=dtype, name="inner")(context_BSC)
+        outer = nn.Dense(self.last_dim, dtype=dtype, name="outer")
+        raw_BSD = outer(jnp.tanh(inner_BSH))
         raw_BSD = raw_BSD.astype(embedded_BSE.dtype)
         rate = self.rates.output if train else 0.0
         hidden_BSD = base.drop_locked(self, rate, raw_BSD)

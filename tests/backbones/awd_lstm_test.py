@@ -1,3 +1,5 @@
+from typing import NamedTuple
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -177,6 +179,22 @@ def test_scan_and_wavefront_agree_under_all_dropout(variables):
         for name in ("scan", "wavefront")
     ]
     chex.assert_trees_all_close(*trunks, atol=1e-6)
+
+
+class Gpu(NamedTuple):
+    platform: str = "gpu"
+    device_kind: str = "an older GPU"
+
+
+def test_the_recurrence_is_chosen_for_the_device_that_is_given(variables):
+    fields = {"compute_dtype": "bfloat16", "device": Gpu(), "device_count": 1}
+    with pytest.raises(ValueError, match="needs a Hopper GPU, got an older GPU"):
+        run(make(implementation="persistent", **fields), variables, embed())
+    trunks = [
+        run(make(implementation=name, **fields), variables, embed())
+        for name in ("auto", "wavefront")
+    ]
+    chex.assert_trees_all_equal(*trunks)
 
 
 def test_bfloat16_products_leave_float32_states(variables):

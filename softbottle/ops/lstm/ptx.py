@@ -1,4 +1,4 @@
-"""What the LSTM kernels of lstm_gpu.py say in PTX: products, and handing results over.
+"""What the LSTM kernels of gpu.py say in PTX: products, and handing results over.
 
 A warpgroup's share of a product is gathered from global memory as soon as it is written
 and multiplied with weights in registers or shared memory; its sums go to shared memory,
@@ -6,6 +6,9 @@ of the block or of the blocks of a cluster. The layouts are those of the instruc
 wgmma and st.async.
 """
 
+from typing import Any, NamedTuple
+
+import jax
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
@@ -13,33 +16,40 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 
-TILE = 64  # rows of the tensor core's product
-UNITS = 16  # of one tile, each with four gates
-CHUNK = 64  # columns of bfloat16 in a row of swizzled shared memory
-HELD = 5 * CHUNK  # columns of weights that a warpgroup's registers hold
-PAD = 4  # columns between rows of the parts, or 16 units lie in two banks
+from softbottle.ops.lstm.gpu import CHUNK, HELD, PAD, TILE, UNITS, groups_of
+
+Ref = Any  # Pallas has no public type for a reference
+load: Any = plgpu.load  # takes other arguments before jax 0.11
 TILED = (plgpu.TilingTransform((8, CHUNK)), plgpu.SwizzleTransform(128))
 
 
-def groups_of(width):
-    """Warpgroups among which the columns are split evenly."""
-    return max(n for n in (1, 2, 3) if width // CHUNK % n == 0)
+class _Product(NamedTuple):
+    """Sizes of a warpgroup's part of a product: 64 rows of weights, `rows` of batch."""
+
+    rows: int
+    share: int  # columns of the warpgroup
+    width: int  # of all warpgroups
 
 
-def hold(weight_s, share):
+def hold(weight_s: Ref, share: int) -> list[jax.Array]:
     """This warpgroup's share of the weights, as far as its registers hold it."""
     first = lax.axis_index("group") * share
     return [
-        plgpu.load(
-            weight_s.at[:, pl.ds(first + start, CHUNK)], layout=plgpu.Layout.WGMMA
-        )
+        load(weight_s.at[:, pl.ds(first + start, CHUNK)], layout=plgpu.Layout.WGMMA)
         for start in range(0, min(share, HELD), CHUNK)
     ]
 
 
 def multiply_share(
-    own_ref, below_ref, held, weight_s, operand_s, part_s, live, bytes_s=None
-):
+    own_ref: Ref,
+    below_ref: Ref | None,
+    held: list[jax.Array],
+    weight_s: Ref,
+    operand_s: Ref,
+    part_s: Ref,
+    live: int,
+    bytes_s: Ref | None = None,
+) -> None:
     """This warpgroup's part of the product, once what it reads is written.
 
     With R the held weights and W those of shared memory, the parts are R own' + W
@@ -48,7 +58,7 @@ def multiply_share(
     parts go to the blocks of the cluster, 16 rows to each.
     """
     rows, share = operand_s.shape
-    width, groups = weight_s.shape[1], groups_of(weight_s.shape[1])
+    sizes = _Product(rows, share, weight_s.shape[1])
     second_tile = part_s.shape[0] == 2 * TILE and below_ref is None
     sources = [own_ref] if below_ref is None else [own_ref, below_ref]
     parts = [part_s] if bytes_s is None else [part_s, bytes_s]
@@ -63,85 +73,95 @@ def multiply_share(
         )
     )
     def product(_, sources, held, weight, operand, parts):
-        registers = [
-            mgpu.utils.bitcast(register, ir.IntegerType.get_signless(32))
-            for chunk in held
-            for start in range(0, CHUNK, 16)
-            for register in chunk[:, start : start + 16].registers.flat
-        ]
-        first = arith.muli(mgpu.utils.warpgroup_idx(), _const(16 * share))
+        registers = _registers(held)
+        first = arith.muli(mgpu.utils.warpgroup_idx(), _const(16 * sizes.share))
         weight = arith.addi(_address(weight), first)
-
-        def multiply(registers, sums):
-            return mgpu.utils.inline_ptx(
-                _product_ptx(rows, share, width, len(registers), sums is not None),
-                _address(operand),
-                weight,
-                *registers,
-                *(sums or []),
-                result_types=[ir.F32Type.get()] * (rows // 2),
-                has_side_effects=True,
-                convergent=True,
-            )
-
         sums = None
         if below_ref is not None:
             _gather(sources[1], operand, live)
-            sums = multiply([], None)
+            sums = _multiply(sizes, weight, operand, [], None)
         _gather(sources[0], operand, live)
-        sums = multiply(registers, sums)
+        sums = _multiply(sizes, weight, operand, registers, sums)
         if bytes_s is not None:
-            _send_sums(sums, *parts, groups, rows)
+            _send_sums(sums, *parts, groups_of(sizes.width), sizes.rows)
             return
-        _store_sums(sums, parts[0], rows, 0)
+        _store_sums(sums, parts[0], sizes.rows, 0)
         if second_tile:
-            _store_sums(multiply([], None), parts[0], rows, TILE)
+            sums = _multiply(sizes, weight, operand, [], None)
+            _store_sums(sums, parts[0], sizes.rows, TILE)
 
     product(sources, held, weight_s, operand_s, parts)
 
 
-def _product_ptx(rows, share, width, registers, added):
+def _registers(held):
+    """The held weights, 32 bits each, in the order in which they are multiplied."""
+    return [
+        mgpu.utils.bitcast(register, ir.IntegerType.get_signless(32))
+        for chunk in held
+        for start in range(0, CHUNK, 16)
+        for register in chunk[:, start : start + 16].registers.flat
+    ]
+
+
+def _multiply(sizes, weight, operand, registers, sums):
+    """The sums of a product, added to `sums` if there are any."""
+    return mgpu.utils.inline_ptx(
+        _product_ptx(sizes, len(registers), sums is not None),
+        _address(operand),
+        weight,
+        *registers,
+        *(sums or []),
+        result_types=[ir.F32Type.get()] * (sizes.rows // 2),
+        has_side_effects=True,
+        convergent=True,
+    )
+
+
+def _product_ptx(sizes, registers, added):
     """All multiply-adds of a share of the columns, 16 at a time.
 
     Operands: the sums, the addresses of operand and weights, the weights in registers
     and, if `added`, the sums before.
     """
-    count = rows // 2
+    count = sizes.rows // 2
     sums = [f"d{n}" for n in range(count)]
     start = [
         f"${count + 2 + registers + n}" if added else "0f00000000" for n in range(count)
     ]
     instruction = (
-        f"wgmma.mma_async.sync.aligned.m64n{rows}k16.f32.bf16.bf16 "
+        f"wgmma.mma_async.sync.aligned.m64n{sizes.rows}k16.f32.bf16.bf16 "
         f"{{{', '.join(sums)}}}"
     )
-
-    def describe(name, address, k, columns):
-        """Swizzled rows of 128 bytes; the next eight rows are 16 * columns further."""
-        chunk, part = divmod(k, 4)
-        return (
-            f"add.u32 low, {address}, {1024 * chunk + 32 * part}; shr.u32 low, low, 4; "
-            f"and.b32 low, low, 0x3FFF; or.b32 low, low, 0x10000; "
-            f"mov.b64 {name}, {{low, {columns | 1 << 30}}};"
-        )
-
     lines = [
         "{ .reg .pred add; .reg .b32 low; .reg .b64 a, b;",
         f".reg .f32 {', '.join(sums)}; setp.eq.b32 add, 0, 0;",
         *(f"mov.f32 {d}, {value};" for d, value in zip(sums, start, strict=True)),
         "wgmma.fence.sync.aligned;",
     ]
-    for k in range(share // 16):
-        lines.append(describe("b", f"${count}", k, share))
+    for k in range(sizes.share // 16):
+        lines.append(_descriptor_ptx("b", f"${count}", k, sizes.share))
         if 4 * k < registers:
             a = ", ".join(f"${count + 2 + 4 * k + n}" for n in range(4))
             lines.append(f"{instruction}, {{{a}}}, b, add, 1, 1, 0;")
         else:
-            lines.append(describe("a", f"${count + 1}", k, width))
+            lines.append(_descriptor_ptx("a", f"${count + 1}", k, sizes.width))
             lines.append(f"{instruction}, a, b, add, 1, 1, 0, 0;")
     lines += ["wgmma.commit_group.sync.aligned;", "wgmma.wait_group.sync.aligned 0;"]
     lines += [f"mov.f32 ${n}, {d};" for n, d in enumerate(sums)]
     return "\n".join([*lines, "}"])
+
+
+def _descriptor_ptx(name, address, k, columns):
+    """Describe the k-th 16 columns of a matrix to the instruction.
+
+    Its swizzled rows have 128 bytes; the next eight rows are 16 * columns further.
+    """
+    chunk, part = divmod(k, 4)
+    return (
+        f"add.u32 low, {address}, {1024 * chunk + 32 * part}; shr.u32 low, low, 4; "
+        f"and.b32 low, low, 0x3FFF; or.b32 low, low, 0x10000; "
+        f"mov.b64 {name}, {{low, {columns | 1 << 30}}};"
+    )
 
 
 def _store_sums(sums, part, rows, first_row):
@@ -184,7 +204,7 @@ def _send_sums(sums, parts, count, groups, rows):
     )
 
 
-def send_nothing(parts_s, bytes_s, groups, rows):
+def send_nothing(parts_s: Ref, bytes_s: Ref, groups: int, rows: int) -> None:
     """Send sums of zero, where a step has no product."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
@@ -216,7 +236,7 @@ def _line(rows):
     return 4 * (rows + PAD)
 
 
-def start_counting(arrived_s):
+def start_counting(arrived_s: Ref) -> None:
     """Two counters of bytes, on each of which the 128 threads of a group wait."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
@@ -234,7 +254,7 @@ def start_counting(arrived_s):
     start(arrived_s)
 
 
-def await_bytes(bytes_s, count):
+def await_bytes(bytes_s: Ref, count: int) -> None:
     """Wait until `count` bytes more have arrived; all threads of a warpgroup call."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
@@ -321,12 +341,12 @@ def _poll_ptx(offsets, live):
     )
 
 
-def wait_for_all(started, blocks):
+def wait_for_all(started: Ref, blocks: int) -> None:
     """Wait until every block has called `signal`."""
     plgpu.semaphore_wait(started, blocks, decrement=False, memory_scope="gpu")
 
 
-def signal(started):
+def signal(started: Ref) -> None:
     """Count this block, once all threads of the warpgroup have stored."""
 
     @plgpu.inline_mgpu()

@@ -1,3 +1,4 @@
+import logging
 import operator
 
 import chex
@@ -7,10 +8,11 @@ import numpy as np
 import pytest
 
 from softbottle.ops.lstm import api as lstm
+from tests.ops.lstm import devices
 
 SIZES = (5, 7, 11, 3)  # inputs, then three layers
 STEPS, ROWS = 13, 3
-EVERYWHERE = ("scan", "wavefront")  # lstm_gpu_test.py has the third
+EVERYWHERE = ("scan", "wavefront")  # gpu_test.py has the third
 
 
 @pytest.fixture(autouse=True)
@@ -257,3 +259,64 @@ def test_wrong_arguments_are_named():
         lstm.stack(inputs_SBI, carries[1:], layers)
     with pytest.raises(ValueError, match="take 2 masks, got 1"):
         lstm.stack(inputs_SBI, carries, layers, masks[1:])
+
+
+@pytest.fixture
+def _recent_jax(monkeypatch):
+    monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
+
+
+@pytest.mark.parametrize(
+    "implementation, sizes, rows, dtype, device, count, chosen",
+    [
+        ("auto", (960, 960, 620), 12, "bfloat16", devices.H200, 1, "persistent"),
+        ("auto", (960, 960, 620), 12, "float32", devices.H200, 1, "wavefront"),
+        ("auto", (1150, 1150), 20, "bfloat16", devices.H200, 1, "wavefront"),
+        ("auto", (960, 960, 620), 12, "bfloat16", devices.H200, 8, "wavefront"),
+        ("auto", (960, 960, 620), 12, "bfloat16", devices.A100, 1, "wavefront"),
+        ("auto", (7,), 3, "bfloat16", devices.CPU, 1, "wavefront"),
+        # Who asks for the kernels by name says that one device runs them.
+        ("persistent", (960,), 12, "bfloat16", devices.H200, 8, "persistent"),
+        ("wavefront", (960,), 12, "bfloat16", devices.H200, 1, "wavefront"),
+        ("scan", (7,), 3, "float32", devices.CPU, 1, "scan"),
+    ],
+)
+@pytest.mark.usefixtures("_recent_jax")
+def test_the_choice_follows_from_its_arguments(
+    implementation, sizes, rows, dtype, device, count, chosen
+):
+    choice = lstm.choose(implementation, sizes, rows, dtype, device, count)
+    assert choice == chosen
+
+
+def test_a_choice_that_cannot_run_is_an_error_only_if_it_was_asked_for():
+    layers = ((960, 960), 12, "bfloat16", devices.A100, 1)
+    with pytest.raises(ValueError, match="'persistent' needs a Hopper GPU, got NVIDIA"):
+        lstm.choose("persistent", *layers)
+    assert lstm.choose("auto", *layers) == "wavefront"
+    with pytest.raises(ValueError, match="'loop'"):
+        lstm.choose("loop", *layers)
+
+
+def test_an_automatic_choice_is_explained_in_the_log_once(caplog):
+    with caplog.at_level(logging.INFO, logger="softbottle"):
+        for _ in range(2):
+            lstm.choose("auto", (7,), 3, "bfloat16", devices.CPU, 97)
+    expected = "LSTM: wavefront (persistent: needs one GPU, got 97 x cpu)."
+    assert caplog.messages == [expected]
+
+
+@pytest.mark.parametrize("implementation", EVERYWHERE)
+def test_no_device_is_asked_for_where_nothing_depends_on_it(
+    implementation, monkeypatch
+):
+    inputs_SBI, carries, layers, masks = make_problem()
+
+    def refuse():
+        raise AssertionError("jax was asked for its devices")
+
+    monkeypatch.setattr(lstm.jax, "devices", refuse)
+    monkeypatch.setattr(lstm.jax, "device_count", refuse)
+    lstm.stack(inputs_SBI, carries, layers, masks, implementation=implementation)
+    where = {"device": devices.CPU, "device_count": 1}
+    lstm.stack(inputs_SBI, carries, layers, masks, implementation="auto", **where)

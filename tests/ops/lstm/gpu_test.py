@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from softbottle.ops.lstm import api as lstm
-from softbottle.ops.lstm import gpu as lstm_gpu
+from softbottle.ops.lstm import gpu
+from tests.ops.lstm import devices
 
 SIZES = (5, 70, 130)  # inputs, then two layers
 STEPS, ROWS = 9, 3
@@ -28,7 +29,7 @@ def make_problem():
     return normal(STEPS, ROWS, SIZES[0]), carries, layers, masks
 
 
-def outputs_and_gradients(implementation, dtype, valid_SB=None):
+def outputs_and_gradients(implementation, dtype, valid_SB=None, **where):
     *arguments, masks = make_problem()
 
     def run(*arguments):
@@ -38,6 +39,7 @@ def outputs_and_gradients(implementation, dtype, valid_SB=None):
             valid_SB,
             implementation=implementation,
             compute_dtype=dtype,
+            **where,
         )
         leaves = jax.tree.leaves(outputs)
         loss = sum(jnp.sum(jnp.sin((n + 1) * leaf)) for n, leaf in enumerate(leaves))
@@ -89,13 +91,16 @@ def test_a_row_of_padding_keeps_its_state_to_the_bit():
     jax.__version_info__ < (0, 11, 2),
     reason=f"needs jax 0.11.2, this is {jax.__version__}",
 )
-def test_no_loop_is_left_outside_the_kernels(monkeypatch):
-    monkeypatch.setattr(lstm_gpu, "refusals", lambda *_: [])
+def test_no_loop_is_left_outside_the_kernels():
     *arguments, masks = make_problem()
 
     def loss(*arguments):
         outputs_SBH, _ = lstm.stack(
-            *arguments, masks, implementation="persistent", compute_dtype="bfloat16"
+            *arguments,
+            masks,
+            implementation="persistent",
+            compute_dtype="bfloat16",
+            device=devices.H200,
         )
         return jnp.sum(outputs_SBH)
 
@@ -110,27 +115,73 @@ def test_what_the_kernels_cannot_run_is_named():
     inputs_SBI, carries, layers, masks = make_problem()
     with pytest.raises(ValueError, match="bfloat16, got float32"):
         lstm.stack(inputs_SBI, carries, layers, masks, implementation="persistent")
-    reasons = lstm_gpu.refusals(12, 2200, jnp.dtype("bfloat16"))
-    assert any("holds 2112 units, got 2304" in reason for reason in reasons)
-    reasons = lstm_gpu.refusals(96, 1150, jnp.dtype("bfloat16"))
-    assert any("1152 units and 96 rows need" in reason for reason in reasons)
+
+
+@pytest.mark.parametrize(
+    "rows, units, dtype, device, reason",
+    [
+        (12, 960, "float32", devices.H200, "needs compute_dtype bfloat16, got float32"),
+        (12, 960, "bfloat16", devices.A100, "needs a Hopper GPU, got NVIDIA A100"),
+        (12, 960, "bfloat16", devices.CPU, "needs a Hopper GPU, got cpu"),
+        (12, 960, "bfloat16", devices.H100_PCIE, "needs 132 multiprocessors, got 114"),
+        (12, 2200, "bfloat16", devices.H200, "holds 2112 units, got 2304"),
+        (96, 1150, "bfloat16", devices.H200, "1152 units and 96 rows need"),
+    ],
+)
+def test_a_refusal_names_what_the_device_lacks(rows, units, dtype, device, reason):
+    reasons = gpu.refusals(rows, units, jnp.dtype(dtype), device)
+    assert any(reason in given for given in reasons)
+
+
+def test_only_an_old_jax_is_refused_where_everything_else_fits(monkeypatch):
+    layer = (12, 960, jnp.dtype("bfloat16"), devices.H200)
+    monkeypatch.setattr(jax, "__version_info__", (0, 11, 1))
+    assert [reason[:16] for reason in gpu.refusals(*layer)] == ["needs jax 0.11.2"]
+    monkeypatch.setattr(jax, "__version_info__", (0, 11, 2))
+    assert gpu.refusals(*layer) == []
 
 
 def test_layers_run_together_as_far_as_the_chip_holds_them():
-    assert lstm_gpu.forward_runs(16, [960, 960, 640]) == [slice(0, 3)]
-    assert lstm_gpu.forward_runs(16, [1152, 1152, 768]) == [
+    assert gpu.forward_runs(16, [960, 960, 640]) == [slice(0, 3)]
+    assert gpu.forward_runs(16, [1152, 1152, 768]) == [
         slice(n, n + 1) for n in range(3)
     ]
 
 
 @pytest.mark.parametrize("units, taken", [(620, 640), (650, 768), (960, 960), (1, 64)])
 def test_units_are_padded_to_what_warpgroups_share_evenly(units, taken):
-    assert lstm_gpu.padded(12, units) == (16, taken)
+    assert gpu.padded(12, units) == (16, taken)
 
 
-def test_the_automatic_choice_is_the_wavefront_where_no_kernel_runs(monkeypatch):
-    monkeypatch.setattr(lstm_gpu, "refusals", lambda *_: ["cannot"])
-    chosen, expected = (
-        outputs_and_gradients(name, "bfloat16") for name in ("auto", "wavefront")
-    )
+def test_the_automatic_choice_is_the_wavefront_where_no_kernel_runs():
+    chosen = outputs_and_gradients("auto", "bfloat16", device=devices.A100)
+    expected = outputs_and_gradients("wavefront", "bfloat16")
     chex.assert_trees_all_equal(chosen, expected)
+
+
+def test_a_forward_plan_divides_ptbs_layers_among_130_blocks():
+    plan = gpu.ForwardPlan(steps=70, rows=16, live=12, units=(960, 960, 640))
+    assert (plan.layers, plan.width) == (3, 960)
+    # 960 columns are 15 chunks of 64: five for each of three warpgroups.
+    assert (plan.groups, plan.share) == (3, 320)
+    # With one tile per block the layers would need 160 of 132 multiprocessors.
+    assert plan.blocks == [30, 60, 40]
+    assert plan.tiles == 2
+
+
+def test_a_forward_plan_of_one_layer_has_a_tile_per_block():
+    plan = gpu.ForwardPlan(steps=70, rows=16, live=12, units=(1152,))
+    assert (plan.blocks, plan.tiles, plan.share) == ([72], 1, 384)
+
+
+def test_a_forward_plan_refuses_layers_that_do_not_run_at_once():
+    plan = gpu.ForwardPlan(steps=70, rows=16, live=12, units=(1152, 1152))
+    with pytest.raises(ValueError, match=r"\(1152, 1152\) units"):
+        _ = plan.blocks
+
+
+@pytest.mark.parametrize("layers, kinds", [(1, 1), (2, 2), (3, 2)])
+def test_a_backward_plan_has_a_cluster_per_64_units(layers, kinds):
+    plan = gpu.BackwardPlan(steps=70, rows=16, live=12, units=(640,) * layers)
+    assert (plan.clusters, plan.kinds) == ([10] * layers, kinds)
+    assert (plan.groups, plan.share) == (2, 320)
