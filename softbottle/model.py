@@ -25,9 +25,13 @@ from softbottle import config as config_lib
 from softbottle import heads, sharding
 from softbottle.backbones import dropout
 from softbottle.backbones import make as make_backbone
+from softbottle.backbones.awd_lstm import AwdLstm
 from softbottle.data.batches import Batch
 from softbottle.heads import cache
+from softbottle.ops import device as device_lib
+from softbottle.ops.device import Device
 from softbottle.ops.mixture import api
+from softbottle.ops.mixture.implementation import Choice
 from softbottle.ops.mixture.options import Options
 
 Params = dict[str, Any]
@@ -90,9 +94,16 @@ class Model:
         return heads.cached(self.head)
 
     @functools.cached_property
+    def device(self) -> Device:
+        """What the model runs on."""
+        if self.mesh is None:
+            return device_lib.at_hand()
+        return Device.of(self.mesh.devices.flat[0], self.mesh.size)
+
+    @functools.cached_property
     def backbone(self) -> Any:
         """The linen module between the embedded words and the head."""
-        return make_backbone(self.config)
+        return make_backbone(self.config, self.device)
 
     @functools.cached_property
     def options(self) -> Options:
@@ -105,7 +116,7 @@ class Model:
             budget_bytes=None if budget is None else budget * 2**20,
             implementation=head.implementation,
         )
-        return options.resolve(self.mesh and self.mesh.devices.flat[0])
+        return options.resolve(self.device)
 
     def choices(self) -> Choices:
         """How a training step of the config's batches is computed."""
@@ -116,7 +127,7 @@ class Model:
         tokens = rows * data.length // by_data
         output = self.output(jax.eval_shape(self.init, jax.random.key(0)))
         table_VE = shape((len(output[1]) // by_model, output[1].shape[1]), "float32")
-        found = []
+        found: list[Choice] = []
 
         def look(params, hidden_TD):
             mixture, g = self.head.mix(params, hidden_TD), self.head.activation(params)
@@ -125,8 +136,11 @@ class Model:
         model = self.config.model
         hidden_TD = shape((tokens, model.last_dim), model.compute_dtype)
         jax.eval_shape(look, output[0], hidden_TD)
-        recurrence = getattr(self.backbone, "recurrence", lambda rows: None)
-        return Choices(*found[0], recurrence(rows))
+        recurrence = None
+        if isinstance(self.backbone, AwdLstm):
+            recurrence = self.backbone.recurrence(rows)
+        (chosen,) = found
+        return Choices(chosen.implementation, chosen.block_tokens, recurrence)
 
     def init(self, key: jax.Array) -> Params:
         """The parameters that a training starts from."""

@@ -7,11 +7,12 @@ from flax import linen
 from softbottle.backbones import awd_lstm, dropout, transformer, window
 from softbottle.backbones.base import Trunk
 from softbottle.config import BACKBONES, Config
+from softbottle.ops.device import Device
 
 __all__ = ["Trunk", "make"]
 
 
-def make(config: Config) -> linen.Module:
+def make(config: Config, device: Device | None = None) -> linen.Module:
     """The backbone of `config.model`, with the rates of `config.regularise`.
 
     All of them have the methods
@@ -20,6 +21,10 @@ def make(config: Config) -> linen.Module:
         apply(variables, embedded_BSE, carry, segments_BS, train=..., rngs=...) -> Trunk
 
     where `rngs` holds "dropout" in training, if any rate is above 0.
+
+    Args:
+        config: of a run.
+        device: what it will run on; None is jax's first.
 
     Raises:
         ValueError: if `config.model.backbone` is not one of `config.BACKBONES`.
@@ -33,7 +38,7 @@ def make(config: Config) -> linen.Module:
         case "awd_lstm":
             inner = (model.hidden_dim,) * (model.layers - 1)
             widths = (model.embed_dim, *inner, model.last_dim)
-            return awd_lstm.AwdLstm(widths, **shared)
+            return awd_lstm.AwdLstm(widths, device=device, **shared)
         case "transformer":
             return transformer.Transformer(
                 layers=model.layers,

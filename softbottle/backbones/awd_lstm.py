@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from softbottle.backbones import base, dropout
+from softbottle.ops import device as device_lib
+from softbottle.ops.device import Device
 from softbottle.ops.lstm import api as lstm
 
 
@@ -34,7 +36,6 @@ class AwdLstm(nn.Module):
             may have others than training.
         unroll: steps of the loop that are compiled as one.
         device: what "auto" decides for; None is jax's first.
-        device_count: of the program; None is what jax has.
     """
 
     widths: tuple[int, ...]
@@ -42,8 +43,13 @@ class AwdLstm(nn.Module):
     compute_dtype: str = "float32"
     implementation: str = "auto"
     unroll: int = 4
-    device: lstm.Device | None = None
-    device_count: int | None = None
+    device: Device | None = None
+
+    def recurrence(self, rows: int) -> str:
+        """How the layers run over a batch of so many rows; see ops/lstm/api.py."""
+        device = device_lib.at_hand() if self.device is None else self.device
+        name, dtype = self.implementation, self.compute_dtype
+        return lstm.choose(name, self.widths[1:], rows, dtype, device)
 
     def initial_carry(self, rows: int) -> tuple[lstm.Carry, ...]:
         """Zero states of every layer."""
@@ -81,7 +87,6 @@ class AwdLstm(nn.Module):
             compute_dtype=self.compute_dtype,
             unroll=self.unroll,
             device=self.device,
-            device_count=self.device_count,
         )
         raw_BSD = raw_SBD.transpose(1, 0, 2)
         hidden_BSD = base.drop_locked(self, rates.output, raw_BSD)

@@ -1,5 +1,3 @@
-from typing import NamedTuple
-
 import chex
 import jax
 import jax.numpy as jnp
@@ -9,6 +7,7 @@ import pytest
 from softbottle import backbones
 from softbottle.backbones import awd_lstm, dropout
 from softbottle.config import Config
+from tests.ops import devices
 
 ROWS, LENGTH, WIDTHS = 3, 11, (5, 7, 7, 2)
 
@@ -181,14 +180,9 @@ def test_scan_and_wavefront_agree_under_all_dropout(variables):
     chex.assert_trees_all_close(*trunks, atol=1e-6)
 
 
-class Gpu(NamedTuple):
-    platform: str = "gpu"
-    device_kind: str = "an older GPU"
-
-
 def test_the_recurrence_is_chosen_for_the_device_that_is_given(variables):
-    fields = {"compute_dtype": "bfloat16", "device": Gpu(), "device_count": 1}
-    with pytest.raises(ValueError, match="needs a Hopper GPU, got an older GPU"):
+    fields = {"compute_dtype": "bfloat16", "device": devices.A100}
+    with pytest.raises(ValueError, match="needs a Hopper GPU, got NVIDIA A100"):
         run(make(implementation="persistent", **fields), variables, embed())
     trunks = [
         run(make(implementation=name, **fields), variables, embed())

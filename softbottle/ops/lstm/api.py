@@ -24,12 +24,13 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from softbottle.ops import device as device_lib
+from softbottle.ops.device import Device
 from softbottle.ops.lstm import gpu, xla
-from softbottle.ops.lstm.gpu import Device
 from softbottle.ops.lstm.layer import Carry, Weights, sizes_of
 from softbottle.ops.mixture.options import note
 
-__all__ = ["IMPLEMENTATIONS", "Carry", "Device", "Weights", "choose", "lstm", "stack"]
+__all__ = ["IMPLEMENTATIONS", "Carry", "Weights", "choose", "lstm", "stack"]
 
 IMPLEMENTATIONS = ("scan", "wavefront", "persistent")
 
@@ -83,7 +84,6 @@ def stack(
     compute_dtype: jax.typing.DTypeLike | None = None,
     unroll: int = 1,
     device: Device | None = None,
-    device_count: int | None = None,
 ) -> tuple[jax.Array, tuple[Carry, ...]]:
     """Run layers on top of each other.
 
@@ -98,8 +98,8 @@ def stack(
         implementation: one of IMPLEMENTATIONS, or "auto" for "persistent" where it
             runs, on one device, and else "wavefront"; see `choose`.
         compute_dtype, unroll: as in `lstm`; "persistent" has no use for `unroll`.
-        device, device_count: as in `choose`; None takes jax's first device and the
-            number of all that it has. "scan" and "wavefront" read neither.
+        device: as in `choose`; None takes jax's first. "scan" and "wavefront" do not
+            read it.
 
     Returns:
         The last layer's outputs [S, B, H] and the state of each layer.
@@ -114,11 +114,9 @@ def stack(
         valid_SB = jnp.ones(inputs_SBI.shape[:2], bool)
     dtype = jnp.dtype(inputs_SBI.dtype if compute_dtype is None else compute_dtype)
     if implementation in ("auto", "persistent"):
-        device, device_count = _at_hand(device, device_count)
+        device = device_lib.at_hand() if device is None else device
         rows, sizes = inputs_SBI.shape[1], sizes_of(layers)
-        implementation = choose(
-            implementation, sizes, rows, dtype, device, device_count
-        )
+        implementation = choose(implementation, sizes, rows, dtype, device)
     if implementation == "persistent":
         from softbottle.ops.lstm import persistent  # Pallas is slow to import
 
@@ -133,7 +131,6 @@ def choose(
     rows: int,
     dtype: jax.typing.DTypeLike,
     device: Device,
-    device_count: int,
 ) -> str:
     """Decide how a stack runs on a device, which need not be at hand.
 
@@ -144,9 +141,8 @@ def choose(
         sizes: units of each layer.
         rows: of the batch.
         dtype: of the products' operands.
-        device: where the stack will run: a jax.Device, also of a topology.
-        device_count: how many devices the program has. With more than one, "auto" does
-            not look at the kernels, which no compiler splits; "persistent" takes the
+        device: where the stack will run. If the program has several, "auto" does not
+            look at the kernels, which no compiler splits; "persistent" takes the
             caller's word.
 
     Returns:
@@ -160,24 +156,17 @@ def choose(
     if implementation not in ("auto", "persistent"):
         return implementation
     explicit = implementation == "persistent"
-    if explicit or (device.platform == "gpu" and device_count == 1):
+    if explicit or (device.platform == "gpu" and device.count == 1):
         reasons = [gpu.refusals(rows, size, jnp.dtype(dtype), device) for size in sizes]
         refusals = list(dict.fromkeys(sum(reasons, [])))
     else:
-        refusals = [f"needs one GPU, got {device_count} x {device.platform}"]
+        refusals = [f"needs one GPU, got {device.count} x {device.platform}"]
     if explicit and refusals:
         raise ValueError(f"'persistent' {'; '.join(refusals)}.")
     chosen = "wavefront" if refusals else "persistent"
     if not explicit:
         note(f"LSTM: {chosen} (persistent: {'; '.join(refusals) or 'runs here'}).")
     return chosen
-
-
-def _at_hand(device: Device | None, device_count: int | None) -> tuple[Device, int]:
-    """What jax has, where the caller does not say; nothing else here asks jax."""
-    if device is None:
-        device = jax.devices()[0]
-    return device, jax.device_count() if device_count is None else device_count
 
 
 def _check_name(implementation):

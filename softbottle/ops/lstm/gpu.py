@@ -34,10 +34,12 @@ in gpu_tile.py, and say in PTX what is in ptx.py.
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+from softbottle.ops.device import HOPPER, Device
 
 MULTIPROCESSORS = 132
 CLUSTERS = 30  # of four blocks that surely run at once, whatever processors are off
@@ -48,21 +50,6 @@ UNITS = 16  # of one tile, each with four gates
 CHUNK = 64  # columns of bfloat16 in a row of swizzled shared memory
 HELD = 5 * CHUNK  # columns of weights that a warpgroup's registers hold
 PAD = 4  # columns between rows of the parts, or 16 units lie in two banks
-
-
-class Device(Protocol):
-    """What is read of a jax.Device.
-
-    One of a CUDA GPU also has `compute_capability` and `core_count`.
-    """
-
-    @property
-    def platform(self) -> str:
-        """For example "gpu"."""
-
-    @property
-    def device_kind(self) -> str:
-        """For example "NVIDIA H200"."""
 
 
 class Stack(NamedTuple):
@@ -185,11 +172,12 @@ def padded(rows: int, units: int) -> tuple[int, int]:
 def refusals(rows: int, units: int, dtype: jnp.dtype, device: Device) -> list[str]:
     """Why the kernels do not take this layer on the device; empty if they do."""
     reasons = []
-    cores = getattr(device, "core_count", 0)
-    if getattr(device, "compute_capability", None) != "9.0":
-        reasons.append(f"needs a Hopper GPU, got {device.device_kind}")
-    elif cores < MULTIPROCESSORS:
-        reasons.append(f"needs {MULTIPROCESSORS} multiprocessors, got {cores}")
+    if device.capability != HOPPER:
+        reasons.append(f"needs a Hopper GPU, got {device.kind}")
+    elif device.multiprocessors < MULTIPROCESSORS:
+        reasons.append(
+            f"needs {MULTIPROCESSORS} multiprocessors, got {device.multiprocessors}"
+        )
     if jax.__version_info__ < (0, 11, 2):
         reasons.append(f"needs jax 0.11.2, got {jax.__version__}")
     if dtype != jnp.bfloat16:

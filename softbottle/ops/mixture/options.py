@@ -3,38 +3,16 @@
 import dataclasses
 import functools
 import logging
-from typing import Any, NamedTuple, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from softbottle.ops import device as device_lib
+from softbottle.ops.device import HOPPER, Device
+
 # Each is a module of this package, imported when it is used: Pallas takes a while.
 IMPLEMENTATIONS = ("blocked", "pallas_gpu", "pallas_tpu", "reference")
-HOPPER = "9.0"
-
-
-class Device(NamedTuple):
-    """What the choices depend on, of a device at hand or of one to compile for.
-
-    Attributes:
-        platform: "cpu", "gpu" or "tpu".
-        capability: a CUDA GPU's compute capability, for example "9.0".
-        multiprocessors: of a GPU; an H200 has 132.
-    """
-
-    platform: str
-    capability: str | None = None
-    multiprocessors: int = 132
-
-    @classmethod
-    def of(cls, device: jax.Device) -> Self:
-        """The description of a device, which may be that of a topology."""
-        platform = "gpu" if device.platform in ("cuda", "rocm") else device.platform
-        return cls(
-            platform,
-            getattr(device, "compute_capability", None),
-            getattr(device, "core_count", None) or 132,
-        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,24 +62,25 @@ class Options:
             check_range(compute_dtype=dtype)
             object.__setattr__(self, "compute_dtype", dtype)
 
-    def resolve(self, device: jax.Device | None = None) -> "Options":
+    def resolve(self, device: Device | jax.Device | None = None) -> "Options":
         """The options with the choices made that depend on a device.
-
-        This is the only place that asks jax which device there is.
 
         Args:
             device: for which; None keeps the one that was chosen before, or else takes
                 jax's first.
         """
-        if device is None and self.device is not None:
-            return self
-        chip = Device.of(jax.devices()[0] if device is None else device)
+        if device is None:
+            if self.device is not None:
+                return self
+            device = device_lib.at_hand()
+        if not isinstance(device, Device):
+            device = Device.of(device)
         name = self.implementation
         if name == "auto":
-            hopper = chip.capability == HOPPER and jax.__version_info__ >= (0, 11)
+            hopper = device.capability == HOPPER and jax.__version_info__ >= (0, 11)
             name = "pallas_gpu" if hopper else "blocked"
             note(f"The head's implementation is {name}.")
-        return dataclasses.replace(self, implementation=name, device=chip)
+        return dataclasses.replace(self, implementation=name, device=device)
 
     @property
     def on_gpu(self) -> bool:

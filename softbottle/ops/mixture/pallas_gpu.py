@@ -178,7 +178,8 @@ def _call(activation, options, *inputs):
     """Run the kernel on (context, table, bias[, ref]); under `vmap`, once for each."""
     matrices, vectors = inputs[:2], inputs[2:]
     vectors = [vector.astype(jnp.float32) * LOG2_E for vector in vectors]
-    processors = options.device.multiprocessors
+    # A device that is described by hand may not say how many: as many as an H200.
+    processors = options.device.multiprocessors or 132
     run = functools.partial(_kernel_call, activation, processors, _INTERPRET.get())
     return jax.custom_batching.sequential_vmap(run)(*matrices, *vectors)
 

@@ -1,3 +1,4 @@
+import dataclasses
 import logging
 import operator
 
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 from softbottle.ops.lstm import api as lstm
-from tests.ops.lstm import devices
+from tests.ops import devices
 
 SIZES = (5, 7, 11, 3)  # inputs, then three layers
 STEPS, ROWS = 13, 3
@@ -285,12 +286,13 @@ def _recent_jax(monkeypatch):
 def test_the_choice_follows_from_its_arguments(
     implementation, sizes, rows, dtype, device, count, chosen
 ):
-    choice = lstm.choose(implementation, sizes, rows, dtype, device, count)
+    device = dataclasses.replace(device, count=count)
+    choice = lstm.choose(implementation, sizes, rows, dtype, device)
     assert choice == chosen
 
 
 def test_a_choice_that_cannot_run_is_an_error_only_if_it_was_asked_for():
-    layers = ((960, 960), 12, "bfloat16", devices.A100, 1)
+    layers = ((960, 960), 12, "bfloat16", devices.A100)
     with pytest.raises(ValueError, match="'persistent' needs a Hopper GPU, got NVIDIA"):
         lstm.choose("persistent", *layers)
     assert lstm.choose("auto", *layers) == "wavefront"
@@ -301,7 +303,8 @@ def test_a_choice_that_cannot_run_is_an_error_only_if_it_was_asked_for():
 def test_an_automatic_choice_is_explained_in_the_log_once(caplog):
     with caplog.at_level(logging.INFO, logger="softbottle"):
         for _ in range(2):
-            lstm.choose("auto", (7,), 3, "bfloat16", devices.CPU, 97)
+            device = dataclasses.replace(devices.CPU, count=97)
+            lstm.choose("auto", (7,), 3, "bfloat16", device)
     expected = "LSTM: wavefront (persistent: needs one GPU, got 97 x cpu)."
     assert caplog.messages == [expected]
 
@@ -315,8 +318,7 @@ def test_no_device_is_asked_for_where_nothing_depends_on_it(
     def refuse():
         raise AssertionError("jax was asked for its devices")
 
-    monkeypatch.setattr(lstm.jax, "devices", refuse)
-    monkeypatch.setattr(lstm.jax, "device_count", refuse)
+    monkeypatch.setattr(lstm.device_lib, "at_hand", refuse)
     lstm.stack(inputs_SBI, carries, layers, masks, implementation=implementation)
-    where = {"device": devices.CPU, "device_count": 1}
-    lstm.stack(inputs_SBI, carries, layers, masks, implementation="auto", **where)
+    where = {"implementation": "auto", "device": devices.CPU}
+    lstm.stack(inputs_SBI, carries, layers, masks, **where)

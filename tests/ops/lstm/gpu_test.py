@@ -6,7 +6,7 @@ import pytest
 
 from softbottle.ops.lstm import api as lstm
 from softbottle.ops.lstm import gpu
-from tests.ops.lstm import devices
+from tests.ops import devices
 
 SIZES = (5, 70, 130)  # inputs, then two layers
 STEPS, ROWS = 9, 3

@@ -10,8 +10,8 @@ from jax.experimental.pallas import tpu as pltpu
 from softbottle import ops
 from softbottle.ops.mixture import api
 from softbottle.ops.mixture.activations import SIGSOFTMAX
-from softbottle.ops.mixture.options import Device
 from tests import oracle
+from tests.ops import devices
 from tests.ops.mixture.problem import Problem, make_problem, paired, sigsoftmax_scores
 
 PROBLEM = oracle.cast(make_problem(), jnp.float32)
@@ -124,9 +124,8 @@ def test_a_token_of_weight_zero_may_hold_anything(implementation, spoiled):
 
 
 def test_what_computes_a_loss_is_told_before_it_runs():
-    h200 = Device("gpu", "9.0", 132)
     vocab = 793_471
-    options = ops.Options(compute_dtype="bfloat16", device=h200)
+    options = ops.Options(compute_dtype="bfloat16", device=devices.H200)
     sizes = [(9_600, 1, 1_024), (vocab, 1_024)]
     arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in sizes]
     # 4,096 rows of bfloat16 words at a time, as equal chunks: three of 3,200.

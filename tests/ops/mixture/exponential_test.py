@@ -15,13 +15,14 @@ from softbottle.ops.mixture.activations import (
     Activation,
     generalised,
 )
-from softbottle.ops.mixture.options import Device, Options
+from softbottle.ops.mixture.options import Options
 from tests import oracle
+from tests.ops import devices
 from tests.ops.mixture.problem import loss_and_gradient, make_problem, paired
 
-PLAIN = blocked.route(Options(device=Device("cpu")))
+PLAIN = blocked.route(Options(device=devices.CPU))
 # What GPUs like: rows, words and width padded, the bias beside the table or alone.
-PADDED = blocked.route(Options(device=Device("gpu")))
+PADDED = blocked.route(Options(device=devices.H200))
 GSS = Activation(generalised, (0.5, 1.7))
 ACTIVATIONS = {
     "softmax": (SOFTMAX, 0.0, 1.0),

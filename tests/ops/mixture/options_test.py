@@ -1,16 +1,14 @@
-import types
-
 import jax
 import jax.numpy as jnp
 import pytest
 
 from softbottle.ops.mixture.options import (
-    Device,
     Options,
     chunk_count,
     product_dtype,
     sum_dtype,
 )
+from tests.ops import devices
 
 
 @pytest.mark.parametrize(
@@ -33,20 +31,16 @@ def test_an_unknown_implementation_is_refused_with_those_there_are():
 
 
 def test_the_options_are_those_of_a_device_that_is_passed_in():
-    h200 = types.SimpleNamespace(
-        platform="cuda", compute_capability="9.0", core_count=132
-    )
-    chosen = Options().resolve(h200)
-    assert chosen.device == Device("gpu", "9.0", 132) and chosen.on_gpu
+    chosen = Options().resolve(devices.H200)
+    assert chosen.device == devices.H200 and chosen.on_gpu
     newer = jax.__version_info__ >= (0, 11)
     assert chosen.implementation == ("pallas_gpu" if newer else "blocked")
     assert chosen.resolve() is chosen
     assert chosen.block_bytes == 2**30 < chosen.loss_bytes(2**20) == 2**32
     here = chosen.resolve(jax.devices()[0])
     assert here.device.platform == "cpu" and here.block_bytes == 32 * 2**20
-    tpu = types.SimpleNamespace(platform="tpu")
-    assert Options().resolve(tpu).implementation == "blocked"
-    asked = Options(implementation="pallas_tpu").resolve(tpu)
+    assert Options().resolve(devices.TPU).implementation == "blocked"
+    asked = Options(implementation="pallas_tpu").resolve(devices.TPU)
     assert asked.implementation == "pallas_tpu"
 
 
