@@ -34,6 +34,9 @@ def make(config: Config, device: Device | None = None) -> linen.Module:
         **{name: getattr(config.regularise, name) for name in dropout.Rates._fields}
     )
     shared: dict[str, Any] = {"rates": rates, "compute_dtype": model.compute_dtype}
+    sizes: dict[str, Any] = {
+        name: getattr(model, name) for name in ("hidden_dim", "last_dim")
+    }
     match model.backbone:
         case "awd_lstm":
             inner = (model.hidden_dim,) * (model.layers - 1)
@@ -45,18 +48,11 @@ def make(config: Config, device: Device | None = None) -> linen.Module:
                 attention_heads=model.attention_heads,
                 remat=model.remat,
                 scan_layers=model.scan_layers,
-                hidden_dim=model.hidden_dim,
-                last_dim=model.last_dim,
+                **sizes,
                 **shared,
             )
         case "window":
-            return window.Window(
-                order=model.order,
-                embed_dim=model.embed_dim,
-                hidden_dim=model.hidden_dim,
-                last_dim=model.last_dim,
-                **shared,
-            )
+            return window.Window(model.order, model.embed_dim, **sizes, **shared)
     raise ValueError(
         f"model.backbone must be one of {BACKBONES}, got {model.backbone!r}."
     )

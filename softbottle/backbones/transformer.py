@@ -29,10 +29,10 @@ class Transformer(nn.Module):
     attention_heads: int
     hidden_dim: int
     last_dim: int
-    rates: dropout.Rates = dropout.Rates()
-    compute_dtype: str = "float32"
     remat: bool = False
     scan_layers: bool = False
+    rates: dropout.Rates = dropout.Rates()
+    compute_dtype: str = "float32"
 
     def initial_carry(self, rows: int) -> tuple[()]:
         """Nothing: a batch holds all that its positions see."""

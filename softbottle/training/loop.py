@@ -271,7 +271,7 @@ def _loop(trainer, state, history):
 
 def _report(trainer, step, history):
     config, choices = trainer.config, trainer.model.choices()
-    device = jax.devices()[0].device_kind
+    device = trainer.model.device.kind
     start = {
         "config": config_lib.to_dict(config),
         "versions": {"python": platform.python_version(), "jax": jax.__version__},

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from softbottle.ops import device as device_lib
 from softbottle.ops.device import Device
 from softbottle.ops.lstm import gpu, xla
-from softbottle.ops.lstm.layer import Carry, Weights, sizes_of
+from softbottle.ops.lstm.layer import Carry, Weights, masked, sizes_of
 from softbottle.ops.mixture.options import note
 
 __all__ = ["IMPLEMENTATIONS", "Carry", "Weights", "choose", "lstm", "stack"]
@@ -121,7 +121,7 @@ def stack(
         from softbottle.ops.lstm import persistent  # Pallas is slow to import
 
         return persistent.run(inputs_SBI, carries, layers, masks, valid_SB)
-    run = xla.one_by_one if implementation == "scan" else xla.wavefront
+    run = _layer_by_layer if implementation == "scan" else xla.wavefront
     return run(inputs_SBI, carries, layers, masks, valid_SB, dtype, unroll)
 
 
@@ -167,6 +167,19 @@ def choose(
     if not explicit:
         note(f"LSTM: {chosen} (persistent: {'; '.join(refusals) or 'runs here'}).")
     return chosen
+
+
+def _layer_by_layer(inputs_SBI, carries, layers, masks, valid_SB, dtype, unroll):
+    """A layer over all positions before the next one begins."""
+    finals = []
+    for index, (carry, weights) in enumerate(zip(carries, layers, strict=True)):
+        if index and masks is not None:
+            inputs_SBI = masked(inputs_SBI, masks[index - 1])
+        inputs_SBI, final = xla.wavefront(
+            inputs_SBI, (carry,), (weights,), None, valid_SB, dtype, unroll
+        )
+        finals.extend(final)
+    return inputs_SBI, tuple(finals)
 
 
 def _check_name(implementation):

@@ -32,27 +32,6 @@ class _Operands(NamedTuple):
     valid_SB: jax.Array | None
 
 
-def one_by_one(
-    inputs_SBI: jax.Array,
-    carries: Sequence[Carry],
-    layers: Sequence[Weights],
-    masks: Sequence[jax.Array] | None,
-    valid_SB: jax.Array,
-    dtype: jnp.dtype,
-    unroll: int,
-) -> tuple[jax.Array, tuple[Carry, ...]]:
-    """Run a layer over all positions before the next one; arguments as of api.stack."""
-    finals: list[Carry] = []
-    for index, (carry, weights) in enumerate(zip(carries, layers, strict=True)):
-        if index and masks is not None:
-            inputs_SBI = layer_lib.masked(inputs_SBI, masks[index - 1])
-        inputs_SBI, final = wavefront(
-            inputs_SBI, (carry,), (weights,), None, valid_SB, dtype, unroll
-        )
-        finals.extend(final)
-    return inputs_SBI, tuple(finals)
-
-
 def wavefront(
     inputs_SBI: jax.Array,
     carries: Sequence[Carry],
