@@ -9,7 +9,7 @@ import pytest
 
 import softbottle
 from softbottle import config as configs
-from softbottle import heads
+from softbottle import heads, sharding
 from softbottle import model as models
 from softbottle.data.batches import Batch
 
@@ -403,3 +403,27 @@ def test_another_head_has_the_settings_that_both_have(name):
     assert variant.head.components == (2 if kept else None)
     assert variant.head.knots is None and variant.model.context_dim == 4
     assert variant.model.last_dim == (LAST if kept else 4)
+
+
+def test_a_model_says_how_its_step_is_computed():
+    config = make_config("plif", "awd_lstm")
+    config.data.rows, config.data.length = 8, 6
+    config.head.budget_mib, config.optim.accumulate = 1, 2
+    model = models.make(configs.validate(config), 50_000)
+    # 24 tokens of two components and 50,000 float32 logits each, 1 MiB at a time.
+    choices = model.choices()
+    assert choices == ("blocked", 2, "wavefront")
+    assert str(choices) == "loss by blocked, 2 tokens at a time, LSTM by wavefront"
+    softmax, _ = make(make_config("softmax"))
+    assert softmax.choices().recurrence is None
+
+
+def test_the_choices_on_a_mesh_are_those_of_a_device_s_share():
+    config = make_config("plif")
+    config.data.rows, config.data.length, config.head.budget_mib = 8, 6, 1
+    config.mesh.data, config.mesh.model, config.model.vocab_multiple = 4, 2, 2
+    config = configs.validate(config)
+    model = models.make(config, 50_000, sharding.make_mesh(config.mesh))
+    assert model.device.count == 8
+    # 12 tokens of two components and 25,000 words: five would fit, of equal chunks four.
+    assert model.choices() == ("blocked", 4, None)

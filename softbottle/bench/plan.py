@@ -121,7 +121,8 @@ def measure(
     chip = CHIPS[topology.partition(":")[0]]
     config = _for_chips(config, len(chips), tokens)
     mesh = sharding.make_mesh(config.mesh, chips)
-    compiled, shapes = _compile(config, vocab, mesh)
+    model = model_lib.make(config, vocab, mesh)
+    compiled, shapes = _compile(model)
     memory = compiled.memory_analysis()
     batch_tokens = config.data.rows * config.data.length
     flop = model_lib.step_flop(config, shapes.params, batch_tokens) / mesh.size
@@ -136,6 +137,7 @@ def measure(
         "topology": topology,
         "chips": mesh.size,
         "mesh": dict(mesh.shape),
+        "choices": model.choices()._asdict(),
         "tokens_per_chip": batch_tokens // mesh.size,
         "parameters": model_lib.count_parameters(shapes.params, vocab),
         "bytes": {
@@ -198,6 +200,7 @@ def render(result: dict[str, Any]) -> str:
         f"{result['topology']}: {result['chips']} chips as {result['mesh']}, "
         f"{result['parameters']:,} parameters, {result['tokens_per_chip']:,} tokens "
         "per chip and step",
+        f"  {model_lib.Choices(**result['choices'])}",
         *(f"  {name:<12}{_gib(value)}" for name, value in size.items()),
         f"  {'in all':<12}{_gib(total(result))} of {_gib(result['limit_bytes'])}",
         f"  GEMMs       {result['flop'] / 1e12:9.2f} Tflop per chip",
@@ -222,8 +225,8 @@ def render_largest(result: dict[str, Any]) -> str:
     )
 
 
-def _compile(config, vocab, mesh):
-    model = model_lib.make(config, vocab, mesh)
+def _compile(model):
+    config, mesh = model.config, model.mesh
     tx = optim.make(config.optim)
     step = step_lib.make_step(config, model, tx, mesh)
     state = step_lib.abstract_state(config, model, tx, mesh)

@@ -63,6 +63,8 @@ def test_a_step_is_compiled_for_devices_and_read(monkeypatch):
     row = plan.measure(make_config(), "v5e:2x4", 61, tokens=12)
     assert row["mesh"] == {"data": 4, "model": 2} and row["chips"] == 8
     assert row["tokens_per_chip"] == 15  # three whole rows
+    assert row["choices"]["implementation"] == "blocked"
+    assert "loss by blocked" in plan.render(row)
     params = jax.eval_shape(model.make(make_config(), 61).init, jax.random.key(0))
     assert row["flop"] == model.step_flop(make_config(), params, 15)
     assert row["parameters"] == model.count_parameters(params, 61)

@@ -258,7 +258,7 @@ DAMAGE_TO_METRICS = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE_TO_METRICS)
-def test_a_run_whose_metrics_are_damaged_finishes_and_says_so(copied, damage):
+def test_a_run_whose_metrics_are_damaged_finishes_and_says_so(copied, damage, capsys):
     change, message = DAMAGE_TO_METRICS[damage]
     path = copied / "metrics.jsonl"
     raw = change(path.read_bytes())
@@ -268,7 +268,10 @@ def test_a_run_whose_metrics_are_damaged_finishes_and_says_so(copied, damage):
     with pytest.warns(UserWarning, match=message):
         summary = train.run(tiny(train__series=True), copied)
     assert summary["test_perplexity"] > 1
-    assert "start" in metrics.read(copied)[0]
+    # The first line, printed and written, says how a step is computed.
+    start, printed = metrics.read(copied)[0]["start"], capsys.readouterr().err
+    assert start["choices"]["implementation"] == "blocked"
+    assert printed.splitlines()[0].startswith("1 x cpu: loss by blocked, ")
 
 
 def test_a_run_that_goes_on_is_not_finished(copied, monkeypatch):
