@@ -425,5 +425,5 @@ def test_the_choices_on_a_mesh_are_those_of_a_device_s_share():
     config = configs.validate(config)
     model = models.make(config, 50_000, sharding.make_mesh(config.mesh))
     assert model.device.count == 8
-    # 12 tokens of two components and 25,000 words: five would fit, of equal chunks four.
+    # 12 tokens of two components and 25,000 words: three equal chunks.
     assert model.choices() == ("blocked", 4, None)
