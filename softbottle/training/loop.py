@@ -134,9 +134,9 @@ def _train(config, workdir, at_end):
                 distributed.exit_process(error)
             raise
         finally:
-            for folder in (trainer.latest, trainer.best, trainer.series):
-                if folder is not None:
-                    folder.close()
+            for checkpoints in (trainer.latest, trainer.best, trainer.series):
+                if checkpoints is not None:
+                    checkpoints.close()
         if not finished:
             return {}
         return _finish(trainer, int(state.step), history, at_end)
@@ -195,9 +195,9 @@ def _start(trainer):
         init = jax.jit(optim.make(config.optim).init, out_shardings=placed)
         state = state.replace(params=start.params, opt_state=init(start.params))
     # Checkpoints after the step that the run resumes from will be written again.
-    for folder in (trainer.best, trainer.series):
-        if folder is not None:
-            folder.forget_after(int(state.step))
+    for checkpoints in (trainer.best, trainer.series):
+        if checkpoints is not None:
+            checkpoints.forget_after(int(state.step))
     if (best := _best_loss(trainer)) != history.best:
         # Damaged and put aside: an earlier one is the best so far, or none is.
         history.best, history.evaluated = best, -1
