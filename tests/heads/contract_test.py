@@ -216,7 +216,7 @@ def test_top_k_is_the_head_of_the_sorted_log_probs(name):
 
 @EVERY_HEAD
 def test_samples_follow_the_probabilities(name):
-    draws = 6_000
+    draws = 3_000
     inputs = oracle.make_inputs(name, scale=0.5)
     point = oracle.cast(inputs, jnp.float32)
     hidden_TD = jnp.repeat(point.hidden_TD[:1], draws, axis=0)

@@ -47,8 +47,14 @@ def call_cached(method, point, memory, name="mos", **options):
         "log_probs": (memory,),
         "sample": (memory, KEY),
     }[method]
-    function = getattr(cache.cached(CASES[name].head), method)
-    return function(*output, hidden_BSD, *extra, options=Options(**options))
+    function = compiled_cached(name, method, Options(**options))
+    return function(*output, hidden_BSD, *extra)
+
+
+@functools.cache
+def compiled_cached(name, method, options):
+    joined = cache.cached(CASES[name].head)
+    return jax.jit(functools.partial(getattr(joined, method), options=options))
 
 
 def history(point, segments_BS=SEGMENTS_BS):
