@@ -82,7 +82,7 @@ class Head(Section):
 
     name: str = "mos"  # one of heads.HEADS
     budget_mib: int | None = positive(None)  # memory of a block of logits
-    implementation: str = "auto"  # see ops/mixture/api.py
+    implementation: str = "auto"  # see ops/mixture/options.py
     components: int | None = positive(None)  # mos, moc, moss, gss, plif, softcap
     center: float | None = None  # gss
     slope: float | None = positive(None)  # gss
