@@ -16,7 +16,7 @@ from softbottle.training import loop as train
 from softbottle.training import step as step_lib
 from tests import tiny
 
-LAYOUTS = [(8, 1), (4, 2), (2, 4), (1, 8)]
+LAYOUTS = [(8, 1), (2, 4), (1, 8)]
 WORDS, ROWS, LENGTH, STEPS = 61, 16, 5, 20
 
 
@@ -85,7 +85,8 @@ CURVES = [
     *[("mos", "awd_lstm", layout) for layout in LAYOUTS],
     *[("softmax", "transformer", layout) for layout in ((4, 2), (1, 8))],
 ]
-OTHER_HEADS = ["moc", "sigsoftmax", "moss", "gss", "plif", "lowrank"]
+# One of each kind: averaged contexts, a fixed and a learned activation, no mixture.
+OTHER_HEADS = ["moc", "moss", "plif", "lowrank"]
 
 
 @pytest.mark.slow

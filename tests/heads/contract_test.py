@@ -214,7 +214,7 @@ def test_top_k_is_the_head_of_the_sorted_log_probs(name):
     oracle.assert_close(values_Tk, best_Tk, "float32")
 
 
-@EVERY_HEAD
+@A_FEW_HEADS
 def test_samples_follow_the_probabilities(name):
     draws = 3_000
     inputs = oracle.make_inputs(name, scale=0.5)
@@ -232,7 +232,7 @@ def test_samples_follow_the_probabilities(name):
     assert chi_square < freedom + 5 * np.sqrt(2 * freedom)
 
 
-@A_FEW_HEADS
+@pytest.mark.parametrize("name", ["moss", "plif_mixed"])
 def test_no_bias_is_a_bias_of_zero(name):
     point = oracle.cast(oracle.make_inputs(name), jnp.float32)
     without = point._replace(bias_V=None)
@@ -241,7 +241,7 @@ def test_no_bias_is_a_bias_of_zero(name):
     oracle.assert_close(step(*without), step(*zero), "float32")
 
 
-@pytest.mark.parametrize("name", ["softmax", "moss", "gss", "plif_mixed"])
+@pytest.mark.parametrize("name", ["moss", "plif_mixed"])
 def test_gradients_pass_a_numerical_check_in_reverse_mode(name, float64):
     point = oracle.cast(oracle.make_inputs(name, tokens=3), jnp.float64)
     head = CASES[name].head
