@@ -1,13 +1,35 @@
-"""The programs of launch/, each in a process of its own on the CPU."""
+"""The programs of launch/, each in a process of its own on the CPU.
 
+To start Python and import what a program needs takes seconds. So a program is forked
+from a server that has imported it all and has touched no device; `start_fresh` starts an
+interpreter instead, as users do.
+"""
+
+import atexit
+import multiprocessing
 import os
+import pathlib
+import runpy
 import subprocess
 import sys
+import tempfile
 from typing import Any, NamedTuple
+
+import jax
 
 from tests import ROOT
 
 SECONDS = 300  # after which a program counts as hanging
+
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload(
+    [
+        *("pytest", "tests.commands", "softbottle.command", "softbottle.bench.race"),
+        *("softbottle.analysis.inspection", "softbottle.experiments.continuation"),
+        *("softbottle.experiments.objectives", "softbottle.scoring.dynamic"),
+        *("softbottle.scoring.export", "softbottle.bench.plan"),
+    ]
+)
 
 
 class Answer(NamedTuple):
@@ -18,23 +40,74 @@ class Answer(NamedTuple):
     errors: str
 
 
-def start(script: str, *arguments: Any) -> subprocess.Popen:
-    """A program under way: several side by side take little longer than one."""
-    return subprocess.Popen(
-        [sys.executable, f"launch/{script}", *map(str, arguments)],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+class Program:
+    """A program under way: several side by side take little longer than one.
+
+    Attributes:
+        process: has its id and ends it.
+    """
+
+    def __init__(self, script, arguments, typed, log, devices):
+        self._folder = tempfile.TemporaryDirectory()
+        folder = pathlib.Path(self._folder.name)
+        (folder / "typed").write_text(typed)
+        self._written = (log, log) if log else (folder / "output", folder / "errors")
+        self.process = _FORKS.Process(
+            target=_main,
+            args=(script, [*map(str, arguments)])
+            + ([folder / "typed", *self._written], devices),
+            daemon=True,  # ends with the tests at the latest
+        )
+        self.process.start()
+
+    def wait(self, seconds: float = SECONDS) -> int | None:
+        """The exit code, or None if the program still runs after `seconds`."""
+        self.process.join(seconds)
+        return self.process.exitcode
+
+    def written(self) -> list[str]:
+        """What it has written to stdout and to stderr so far."""
+        return [path.read_text() if path.exists() else "" for path in self._written]
 
 
-def finish(process: subprocess.Popen, typed: str = "") -> Answer:
+def start(
+    script: str,
+    *arguments: Any,
+    typed: str = "",
+    log: pathlib.Path | None = None,
+    devices: int = 1,
+) -> Program:
+    """Start a program.
+
+    Args:
+        typed: what it finds on stdin.
+        log: where stdout and stderr are appended, or None for files of its own.
+    """
+    return Program(script, arguments, typed, log, devices)
+
+
+def _main(script, arguments, streams, devices):
+    """In the new process: be `python launch/script arguments`."""
+    modes = (os.O_RDONLY, *2 * [os.O_WRONLY | os.O_CREAT | os.O_APPEND])
+    for stream, (path, mode) in enumerate(zip(streams, modes, strict=True)):
+        os.dup2(os.open(path, mode), stream)
+    sys.stdin = open(0, closefd=False)
+    os.chdir(ROOT)
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", devices)
+    sys.argv = [f"launch/{script}", *arguments]
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    finally:
+        # A forked process leaves them out, and jax and orbax have some.
+        atexit._run_exitfuncs()
+
+
+def finish(program: Program) -> Answer:
     """What came of it."""
-    output, errors = process.communicate(typed, timeout=SECONDS)
-    return Answer(process.returncode, output, errors)
+    code = program.wait()
+    assert code is not None, f"it hangs: {program.written()}"
+    return Answer(code, *program.written())
 
 
 def run(script: str, *arguments: Any) -> str:
@@ -42,3 +115,21 @@ def run(script: str, *arguments: Any) -> str:
     answer = finish(start(script, *arguments))
     assert answer.code == 0, answer.errors[-2000:]
     return answer.output
+
+
+def start_fresh(script: str, *arguments: Any) -> subprocess.Popen:
+    """A program under way in an interpreter of its own."""
+    return subprocess.Popen(
+        [sys.executable, f"launch/{script}", *map(str, arguments)],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish_fresh(process: subprocess.Popen) -> Answer:
+    """What came of it."""
+    output, errors = process.communicate(timeout=SECONDS)
+    return Answer(process.returncode, output, errors)

@@ -47,12 +47,14 @@ def answers(workdir):
     prompts = {"text": "", "evaluate": "", "generate": "w1 zebra w2\n"}
     programs = {name: f"{name}.py" for name in flags} | {"text": "evaluate.py"}
     started = {
-        name: commands.start(programs[name], "--workdir", workdir, *flags[name])
+        name: commands.start(
+            *(programs[name], "--workdir", workdir), *flags[name], typed=prompts[name]
+        )
         for name in flags
     }
     found = {}
-    for name, process in started.items():
-        code, *written = commands.finish(process, prompts[name])
+    for name, program in started.items():
+        code, *written = commands.finish(program)
         assert code == 0, written[1][-2000:]
         found[name] = written
     return found
