@@ -9,8 +9,8 @@ then arithmetic,
 with the makers' figures for a chip (CHIPS), all of whose links are taken to work at
 once, and a share USED of its peak. The largest batch is found by compiling others.
 
-The step is what a run there would be, but for choices that ask the device at hand:
-for an H200 the head's kernel is named here, and the recurrence is XLA's.
+The step is what a run there would be: its choices (kernel, tokens per block, the
+LSTM's recurrence) are made for the slice's devices, and told.
 """
 
 import math
