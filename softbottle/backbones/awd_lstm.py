@@ -7,6 +7,8 @@ once a call for every hidden-to-hidden weight,
 
 and the states that the head reads are m_n * raw_n. In evaluation every mask is 1.
 Where the collection "intermediates" is mutable, it takes the raw_l below the last.
+
+Axes: H units of a layer, G = 4 H gates.
 """
 
 import math

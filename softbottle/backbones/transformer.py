@@ -7,6 +7,8 @@ segment. The parameters of all the blocks are stacked along a first axis L, so t
 one compiled block may serve all layers (`scan_layers`), and a checkpoint does not
 depend on that choice. Where the collection "intermediates" is mutable, it takes what
 enters each block and the attention logits of the last position.
+
+Axes: H width of an attention head, F of the feed-forward layer.
 """
 
 import functools

@@ -3,6 +3,8 @@
     h_t = tanh([e_{t-n+1}, ..., e_t] W + b) U + c,
 
 with e = 0 for words before the start of the segment that t belongs to.
+
+Axes: P positions before the batch, H width of the hidden layer.
 """
 
 from typing import NamedTuple

@@ -28,6 +28,8 @@ it is a mixture of K + 1 distributions: to draw a word, choose one of them, and 
 the cache an entry. The neural cache of Grave et al. is the same with a constant gate.
 
 Every function takes any number of leading axes, the same for all of its arrays.
+
+Axes: Q queries, M entries of the cache.
 """
 
 import jax

@@ -16,6 +16,8 @@ wrong order,
 and those numbers come from sorting a. So neither the n^2 pairs nor a loop over the
 distances j - i is needed, and the gradient is the numbers themselves. The order and
 the places have no gradient.
+
+Axes: Q queries.
 """
 
 import jax

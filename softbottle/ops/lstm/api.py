@@ -17,6 +17,8 @@ A stack runs one layer after the other ("scan") or, with one loop for all layers
 wavefront ("wavefront"); both are in xla.py. On Hopper GPUs and in bfloat16 the loop can
 be a kernel that keeps the weights on chip ("persistent"; persistent.py, gpu.py). All
 agree to rounding.
+
+Axes: I width of a layer's inputs, H its units, G = 4 H gates.
 """
 
 from collections.abc import Sequence

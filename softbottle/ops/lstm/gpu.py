@@ -30,6 +30,8 @@ one per multiprocessor.
 This file has the sizes: which layers fit, why others do not, and how a kernel divides
 them. The kernels are gpu_forward.py and gpu_backward.py; both read and write tiles as
 in gpu_tile.py, and say in PTX what is in ptx.py.
+
+Axes: H units of a layer, Q the four gates, Z = S + 1 positions and the carry.
 """
 
 import dataclasses

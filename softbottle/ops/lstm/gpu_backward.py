@@ -5,6 +5,8 @@ sums to all four blocks; one more adds what arrives from the four gates for its 
 units and applies the cell's formulas (`_cells`). The sums of a step go to one of two
 inboxes, which the steps use in turn; a counter of arrived bytes says when an inbox is
 full. Steps count from the last position to the first. See gpu.py.
+
+Axes: H units of a layer, U those of a block, Q the four gates, Z = S + 1.
 """
 
 from typing import Any, NamedTuple

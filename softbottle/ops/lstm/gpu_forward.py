@@ -8,6 +8,8 @@ formulas (`_cells`). At each position they meet twice:
     cells:     wait for part[turn], add the parts, hand h on, arrive at free[turn],
 
 where `turn` alternates between the two halves of the parts. See gpu.py.
+
+Axes: H units of a layer, U those of a block, Q the four gates, Z = S + 1.
 """
 
 from typing import Any, NamedTuple

@@ -2,6 +2,8 @@
 
 A layer may be padded with units: zeros for the weights, biases and states of a padded
 unit give it c = h = 0 for ever, and no weight reads it.
+
+Axes: I width of a layer's inputs, H its units, G = 4 H gates.
 """
 
 from collections.abc import Sequence

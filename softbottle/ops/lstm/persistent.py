@@ -5,6 +5,8 @@ bfloat16, and as many layers at once as fit: a run of layers. Forward, a run is 
 function with its own derivative, `_persistent`; backward it may be several runs again.
 The backward kernel gives the gradients of the pre-activations. Those of the weights
 and of the inputs follow in one product each, as in xla.py.
+
+Axes: I inputs, H units, G = 4 H gates, Q the gates apart, Z = S + 1.
 """
 
 import operator

@@ -5,6 +5,8 @@ layer l - 1 left one step earlier; so a batched product per step serves all laye
 padded to the widest. A layer that has not begun, has ended or stands on padding keeps
 its state. One layer alone is a wavefront, too. In backward passes the loop yields the
 gradients of the pre-activations; those of the weights follow in one product each.
+
+Axes: I inputs, H units, G = 4 H gates, J what a layer reads in the loop.
 """
 
 import functools

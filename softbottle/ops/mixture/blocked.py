@@ -16,6 +16,8 @@ exponential.py describes. An activation with parameters to learn goes by float l
 
 where r[t, k] is the posterior of component k given the label. All equal reference.py
 to rounding; without learned segments they give the same bits twice.
+
+Axes: P words and Q width, both padded.
 """
 
 import functools

@@ -16,6 +16,8 @@ In decoding tokens are few and the table is large, so it is streamed: it is read
 for thousands of rows of contexts, in blocks of words, and neither copied nor padded. A
 problem within the budget is one block and no loop. The noise is a function of the key,
 the token and the word, so no choice of blocks changes what is drawn.
+
+Axes: U words of a unit, J candidates.
 """
 
 from typing import NamedTuple

@@ -24,6 +24,8 @@ larger of the label's score and the maximum over a sample of words. Where that i
 far below the truth (`FAR` nats), the chunk's first product is done again with ref =
 lse, from a pass over the normalisers. The table is padded to sizes that matrix units
 like, its padding never enters a sum, and the same inputs give the same bits.
+
+Axes: P words; Q, F and M the width, padded for the first, second and third product.
 """
 
 import dataclasses

@@ -13,6 +13,8 @@ multiprocessor, rows fastest, so that a tile of the table stays in the cache. Al
 exponents are in base 2, which is what the hardware computes.
 
 Needs jax 0.11 or newer. Activations with learned segments take the XLA path.
+
+Axes: P words and Q width, both padded to whole tiles.
 """
 
 import contextlib
