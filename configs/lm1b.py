@@ -13,7 +13,7 @@ of the benchmark's 793,471 words, K = 4, sentences packed; 560,895,359 parameter
 32 devices may be vocabulary parallel (mesh.model), with `modern` 128.
 
 Paper, test perplexity: softmax 42.77, MoS 37.10. The widths are the paper's; its
-optimiser was not published in full, and the one here is AdamW.
+optimizer was not published in full, and the one here is AdamW.
 """
 
 from softbottle.config import Config

@@ -144,7 +144,7 @@ class Cache(Section):
 
 @dataclasses.dataclass
 class Optim(Section):
-    """The optimiser, its schedule and its average."""
+    """The optimizer, its schedule and its average."""
 
     name: str = one_of("adamw", OPTIMIZERS)
     learning_rate: float = positive(1e-3)

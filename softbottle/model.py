@@ -181,7 +181,7 @@ class Model:
     def loss(
         self, params: Params, batch: Batch, carry: Any, key: jax.Array
     ) -> tuple[Loss, Any]:
-        """What a step minimises, with dropout.
+        """What a step minimizes, with dropout.
 
         Args:
             params: of `init`.

@@ -3,13 +3,13 @@
     rows of a batch       data parallel, over data and model together: every device
                           runs the backbone on rows of its own
     tables and biases     vocabulary parallel (Megatron-LM), their rows over model; the
-                          optimiser's state of them likewise
+                          optimizer's state of them likewise
     other large arrays    FSDP (ZeRO-3), over data: all-gathered when they are used
     everything else       replicated
 
 A table is never gathered. To embed a word, the shard that has its row gives it, the
 others give zeros, and a reduce-scatter leaves each device the rows of its own part of
-the batch. In the head, each shard computes its part of the normalisers of all tokens
+the batch. In the head, each shard computes its part of the normalizers of all tokens
 of its data group, and only [tokens]-sized sums are all-reduced (`vocab_axis` of
 ops/mixture/options.py).
 
@@ -94,7 +94,7 @@ def check_rows(mesh: Mesh | None, rows: int, accumulate: int = 1) -> None:
 
 
 def shardings(mesh: Mesh, shapes: Any) -> Any:
-    """The sharding of every leaf of a tree of parameters or optimiser state."""
+    """The sharding of every leaf of a tree of parameters or optimizer state."""
 
     def rule(path, leaf):
         name = _last_name(path)

@@ -74,7 +74,7 @@ def sigmoid(z):
     return 1 / (1 + np.exp(-z))
 
 
-def generalised(center, k):
+def generalized(center, k):
     """GSS: softmax of k (z - c) + c - (k - 1) softplus(z - c)."""
 
     def positive(params, z):
@@ -124,7 +124,7 @@ def _cases():
         lambda params, z: 2 - sigmoid(z),
     )
     even, uneven = piecewise(EVEN_KNOTS), piecewise(UNEVEN_KNOTS)
-    bent = generalised(-1.5, 2.5)
+    bent = generalized(-1.5, 2.5)
     return {
         "softmax": (softbottle.softmax(), "alone", *plain),
         "mos": (softbottle.mos(k), "mixed", *plain),

@@ -1,4 +1,4 @@
-"""A cache of states and words joined to any head under the head's own normalisers.
+"""A cache of states and words joined to any head under the head's own normalizers.
 
     P(v) = sum_k prior_k (exp g(z_kv) + C_v) / (exp(lse_k) + C),
     C_v  = sum_{m : word_m = v} exp(h . h_m / sqrt(d)),       C = sum_v C_v;
@@ -47,7 +47,7 @@ class Cached:
     [B S, K, E].
 
     Attributes:
-        head: whose normalisers the cache shares.
+        head: whose normalizers the cache shares.
     """
 
     head: Head

@@ -18,8 +18,8 @@ from softbottle.heads.softmax import Single
 from softbottle.ops.mixture.activations import (
     SIGSOFTMAX,
     Activation,
-    generalised,
-    generalised_base2,
+    generalized,
+    generalized_base2,
 )
 
 
@@ -51,7 +51,7 @@ class MixtureOfSigsoftmaxes(MixtureOfSoftmaxes):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class GeneralizedSigsoftmax(PlainOrMixed):
-    """Generalised sigsoftmax, plain or mixed.
+    """Generalized sigsoftmax, plain or mixed.
 
     Attributes:
         center: where g bends.
@@ -79,7 +79,7 @@ class GeneralizedSigsoftmax(PlainOrMixed):
         """PlainOrMixed at the center; see `Head.activation`."""
         del params
         constants = (self.center, self.slope)
-        return Activation(generalised, constants, base2=generalised_base2)
+        return Activation(generalized, constants, base2=generalized_base2)
 
 
 def sigsoftmax() -> Sigsoftmax:
@@ -99,7 +99,7 @@ def moss(components: int) -> MixtureOfSigsoftmaxes:
 def gss(
     center: float, slope: float, components: int | None = None
 ) -> GeneralizedSigsoftmax:
-    """Generalised sigsoftmax, plain or, with `components`, mixed.
+    """Generalized sigsoftmax, plain or, with `components`, mixed.
 
     Args:
         center: where g bends.

@@ -107,7 +107,7 @@ class Pointer(NamedTuple):
 
 
 class Joint(NamedTuple):
-    """The cache of heads/cache.py, under the head's normalisers, and its window."""
+    """The cache of heads/cache.py, under the head's normalizers, and its window."""
 
     window: int = 500
 

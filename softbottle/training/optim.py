@@ -5,7 +5,7 @@
     average mean_t = mean_{t-1} + (p_t - mean_{t-1}) / max(1, t - 1)
 
 The average is Polyak's, with PyTorch's ASGD counting (its first two steps overwrite).
-It lives in the optimiser's state and lies idle until `start_averaging`: when the
+It lives in the optimizer's state and lies idle until `start_averaging`: when the
 validation loss is no better than the best loss older than `patience` epochs ("nt"), at
 a given epoch ("et"), or at once ("now").
 
@@ -23,7 +23,7 @@ from softbottle import config as config_lib
 
 
 class Averaged(NamedTuple):
-    """The state of `averaged`: the inner optimiser's, and the running mean."""
+    """The state of `averaged`: the inner optimizer's, and the running mean."""
 
     inner: optax.OptState
     active: jax.Array
@@ -33,7 +33,7 @@ class Averaged(NamedTuple):
 
 
 def make(config: config_lib.Optim) -> optax.GradientTransformationExtraArgs:
-    """The optimiser of a config; its update takes `scale`, of the learning rate."""
+    """The optimizer of a config; its update takes `scale`, of the learning rate."""
     parts = [optax.clip_by_global_norm(config.clip)] if config.clip else []
     if config.name == "adamw":
         parts.append(optax.scale_by_adam())

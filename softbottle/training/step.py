@@ -115,7 +115,7 @@ def check_memory(
     tx: optax.GradientTransformationExtraArgs,
     mesh: Mesh | None,
 ) -> None:
-    """Raise ValueError if parameters, gradient and optimiser alone do not fit.
+    """Raise ValueError if parameters, gradient and optimizer alone do not fit.
 
     Found from shapes, before anything is allocated. What a step needs beside them
     (activations, blocks of logits) is not counted: launch/compile.py tells that.
@@ -129,7 +129,7 @@ def check_memory(
     if needed > capacity:
         raise ValueError(
             "the model does not fit: its parameters, their gradient and the "
-            f"optimiser's state take {needed / 2**30:,.1f} GiB per device, which has "
+            f"optimizer's state take {needed / 2**30:,.1f} GiB per device, which has "
             f"{capacity / 2**30:,.1f} GiB. Reduce head.components or the widths of "
             "model, or share it among more devices (mesh.data, mesh.model)."
         )

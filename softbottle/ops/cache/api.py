@@ -7,16 +7,16 @@
 exp(target - lse) is the probability that the cache alone gives to the label. Neither
 needs an array over the vocabulary. Write C for exp(lse) and C_v for the mass on word v.
 
-Joined to a softmax under one normaliser the cache gives
+Joined to a softmax under one normalizer the cache gives
 
     P(v) = (exp g(z_v) + C_v) / (sum_u exp g(z_u) + C).
 
-A mixture has a normaliser for every component, and the same cache joins each of them:
+A mixture has a normalizer for every component, and the same cache joins each of them:
 
     P(v) = sum_k prior_k (exp g(z_kv) + C_v) / (exp(lse_k) + C).
 
 Every term of the sum is a distribution, so P is one; with K = 1 it is the formula
-above; and with C = 0 it is the mixture itself. (One normaliser over all components,
+above; and with C = 0 it is the mixture itself. (One normalizer over all components,
 sum_k prior_k exp(lse_k) + C, would not do: without a cache it weighs the components by
 prior_k exp(lse_k), which is another mixture.) Taken apart by where a word comes from,
 
@@ -97,12 +97,12 @@ def join(
     target_T: jax.Array,
     cache_T: jax.Array,
 ) -> jax.Array:
-    """log P(label) of a mixture and a cache under the joint normalisers, [T].
+    """log P(label) of a mixture and a cache under the joint normalizers, [T].
 
     Args:
         log_prior_TK: of the mixture's components.
         score_TK: g(z) of the label.
-        lse_TK: the log-normalisers over the vocabulary.
+        lse_TK: the log-normalizers over the vocabulary.
         target_T: the cache's log-mass on the label.
         cache_T: the cache's log-mass in all.
     """

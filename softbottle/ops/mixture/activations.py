@@ -69,7 +69,7 @@ def add_log_sigmoid(theta: tuple, z: jax.Array) -> jax.Array:
     return z + jax.nn.log_sigmoid(z)
 
 
-def generalised(theta: tuple[jax.Array, jax.Array], z: jax.Array) -> jax.Array:
+def generalized(theta: tuple[jax.Array, jax.Array], z: jax.Array) -> jax.Array:
     """g(z) = slope (z - c) + c - (slope - 1) softplus(z - c)."""
     center, slope = (jnp.asarray(value, z.dtype) for value in theta)
     shifted = z - center
@@ -139,7 +139,7 @@ def add_log_sigmoid_base2(theta: tuple, z2: jax.Array) -> tuple[jax.Array, jax.A
     return 2 * z2 - softplus, 2 - sigmoid
 
 
-def generalised_base2(
+def generalized_base2(
     theta: tuple[float, float], z2: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """g = slope (z - c) + c - (slope - 1) softplus(z - c)."""

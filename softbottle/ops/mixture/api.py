@@ -40,7 +40,7 @@ def scores(
 ) -> tuple[jax.Array, jax.Array]:
     """The differentiable primitive: (score [T, K], lse [T, K]).
 
-    score is g(z) of the label and lse the log-normaliser over the vocabulary; both take
+    score is g(z) of the label and lse the log-normalizer over the vocabulary; both take
     arbitrary cotangents, so losses of other shapes follow by differentiation.
     """
     options = options.resolve()

@@ -9,7 +9,7 @@ products in all:
     d lse[t, k] / d z[t, k, v] = exp(g(z[t, k, v]) - lse[t, k]) g'(z[t, k, v]).
 
 `loss` is a scalar, so its gradient is known up to a factor as soon as a chunk's
-normalisers are: it is computed in the forward rule, three products in all, as
+normalizers are: it is computed in the forward rule, three products in all, as
 exponential.py describes. An activation with parameters to learn goes by float logits,
 
     d loss / d z[t, k, v] = weight[t] r[t, k] (exp(g - lse) - [v == label[t]]) g',

@@ -2,13 +2,13 @@
 
     log P(v) = logsumexp_k( log_prior_k + g(z_kv) - lse_k )
 
-Log-probabilities take two passes: the normalisers, then one write. The best words are
+Log-probabilities take two passes: the normalizers, then one write. The best words are
 those of the best of each block of words. A sample at temperature 1 needs a single
 component: k is drawn from the prior and the word by
 
     argmax_v( g(z_kv) + noise_v ),    noise_v ~ Gumbel,
 
-which is exact, needs no normaliser and costs what a plain softmax does. Noise and
+which is exact, needs no normalizer and costs what a plain softmax does. Noise and
 priors are float32 or better, and the noise has the range that jax calls "high": 32
 nats. By default it ends at 15.9, and of the words below 1e-7 too few would be drawn.
 

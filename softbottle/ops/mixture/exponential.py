@@ -22,7 +22,7 @@ on [rows, width] only. This is the part of the gradient that matters most.
 bfloat16 has float32's range of exponents, so ref need not be the maximum: it is the
 larger of the label's score and the maximum over a sample of words. Where that is too
 far below the truth (`FAR` nats), the chunk's first product is done again with ref =
-lse, from a pass over the normalisers. The table is padded to sizes that matrix units
+lse, from a pass over the normalizers. The table is padded to sizes that matrix units
 like, its padding never enters a sum, and the same inputs give the same bits.
 
 Axes: P words; Q, F and M the width, padded for the first, second and third product.
@@ -59,7 +59,7 @@ class Route(NamedTuple):
     Attributes:
         first: (context_RQ, table_PQ, bias_P, ref_R, activation, options) ->
             (E_RP, sum_R).
-        lse: (context_TKE, vocabulary, activation, options) -> normalisers [T, K].
+        lse: (context_TKE, vocabulary, activation, options) -> normalizers [T, K].
         multiples: what rows, words and width of the first product are padded to.
         width: what the width of the third product is padded to.
     """

@@ -28,7 +28,7 @@ class Implementation(NamedTuple):
     """The three functions of an implementation; their options are resolved.
 
     Attributes:
-        lse: (context_TKE, vocabulary, activation, options) -> the log-normalisers
+        lse: (context_TKE, vocabulary, activation, options) -> the log-normalizers
             [T, K] of every token and component over the local rows of the table. It
             takes any cotangent.
         loss: (mixture, vocabulary, targets, activation, options) -> the weighted sum

@@ -55,7 +55,7 @@ def target_score(
     """g(z) of the label, [T, K]; NaN where the label is no word of the vocabulary.
 
     The row of the label is gathered and multiplied in float32 or better, from the same
-    rounded inputs that the normaliser's products read, so that the two agree.
+    rounded inputs that the normalizer's products read, so that the two agree.
     """
     z_TK, owned_T = _target_logit(context_TKE, vocabulary, labels_T, options)
     score_TK = activation.apply(activation.theta, z_TK)
@@ -108,7 +108,7 @@ def loss_from(
     activation: Activation,
     options: Options,
 ) -> jax.Array:
-    """The loss from an implementation's log-normalisers, for jax to differentiate."""
+    """The loss from an implementation's log-normalizers, for jax to differentiate."""
     log_prior_TK, context_TKE = mixture
     lse_TK = local_lse(context_TKE, vocabulary, activation, options)
     lse_TK = shards.joint_lse(lse_TK, options)
@@ -142,7 +142,7 @@ def loss_backward(saved: Any, loss_bar: jax.Array, options: Options) -> tuple:
         options: those of the loss.
     """
     theta_bar, mixture_bar, vocabulary_bar, targets_bar = saved
-    # What a shard adds to the normaliser reaches the loss of every shard; the prior and
+    # What a shard adds to the normalizer reaches the loss of every shard; the prior and
     # the weights only enter that of their own.
     shared_bar = shards.shared_cotangent(loss_bar, options)
 

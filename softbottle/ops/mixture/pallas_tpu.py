@@ -1,4 +1,4 @@
-"""The log-normaliser as one TPU kernel: logits never leave the core's own memory.
+"""The log-normalizer as one TPU kernel: logits never leave the core's own memory.
 
     lse[t, k] = logsumexp_v g(context[t, k] . table[v] + bias[v])
 
@@ -50,7 +50,7 @@ SPLIT_ROWS = (1024, 1024, 1024)
 
 def _lse(context_TKE, vocabulary, activation, options):
     # Scalars are handed to the kernel; an index into an array that is looked up for
-    # every logit, as PLIF's, does not vectorise.
+    # every logit, as PLIF's, does not vectorize.
     if any(jnp.ndim(number) for number in activation.theta):
         name = activation.apply.__name__
         note(f"The TPU kernel has no activation {name!r}: plain XLA computes it.")
@@ -121,7 +121,7 @@ def _rows_lse(apply, *inputs):
 
 
 def _call(apply, context_RE, table_VE, bias_1V, live, theta):
-    """The kernel on rows of contexts: log-normalisers over the first `live` words."""
+    """The kernel on rows of contexts: log-normalizers over the first `live` words."""
     (rows, width), vocab = context_RE.shape, table_VE.shape[0]
     size, words, piece = _blocks(rows, vocab, width, context_RE.dtype.itemsize)
     pieces = -(-width // piece)

@@ -1,6 +1,6 @@
 """A table whose rows are split over a mesh axis: who has which, and what is exchanged.
 
-Vocabulary-parallel operations need two exchanges and no more: the log-normalisers
+Vocabulary-parallel operations need two exchanges and no more: the log-normalizers
 combine as lse = logsumexp over the shards of their own lse, and the label's score is
 the sum over the shards of what the one that owns the row computes. Both are ordinary
 differentiable code of size [T, K].
@@ -47,7 +47,7 @@ def local_labels(
 
 
 def joint_lse(lse_TK: jax.Array, options: Options) -> jax.Array:
-    """Log-normalisers over the whole vocabulary from those over each shard."""
+    """Log-normalizers over the whole vocabulary from those over each shard."""
     if options.vocab_axis is None:
         return lse_TK
     top_TK = jax.lax.pmax(jax.lax.stop_gradient(lse_TK), options.vocab_axis)

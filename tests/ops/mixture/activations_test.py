@@ -37,9 +37,9 @@ def test_add_log_sigmoid_is_the_logarithm_of_exp_times_sigmoid():
 
 
 @pytest.mark.parametrize("center, slope", [(0.0, 1.0), (-1.5, 2.5), (2.0, 0.5)])
-def test_generalised_is_the_published_formula(center, slope):
-    positive, derivative = oracle.generalised(center, slope)
-    check(activations.generalised, (center, slope), positive, derivative)
+def test_generalized_is_the_published_formula(center, slope):
+    positive, derivative = oracle.generalized(center, slope)
+    check(activations.generalized, (center, slope), positive, derivative)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_the_form_in_base_2_has_the_same_value_and_slope(head):
 
 
 def test_a_constant_of_numpy_is_no_parameter():
-    activation = activations.Activation(activations.generalised, (np.float32(0.5), 2))
+    activation = activations.Activation(activations.generalized, (np.float32(0.5), 2))
     assert activation.theta == (0.5, 2.0) and activation.params == ()
 
 
@@ -85,7 +85,7 @@ def test_a_constant_of_numpy_is_no_parameter():
 def test_values_and_slopes_are_finite_far_out(z):
     for apply, theta in (
         (activations.add_log_sigmoid, ()),
-        (activations.generalised, (-1.5, 2.5)),
+        (activations.generalized, (-1.5, 2.5)),
     ):
         value, slope = jax.value_and_grad(lambda x, f=apply, t=theta: f(t, x))(z)
         assert np.isfinite(value) and np.isfinite(slope)

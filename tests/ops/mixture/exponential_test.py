@@ -13,7 +13,7 @@ from softbottle.ops.mixture.activations import (
     SIGSOFTMAX,
     SOFTMAX,
     Activation,
-    generalised,
+    generalized,
 )
 from softbottle.ops.mixture.options import Options
 from tests import oracle
@@ -23,7 +23,7 @@ from tests.ops.mixture.problem import loss_and_gradient, make_problem, paired
 PLAIN = blocked.route(Options(device=devices.CPU))
 # What GPUs like: rows, words and width padded, the bias beside the table or alone.
 PADDED = blocked.route(Options(device=devices.H200))
-GSS = Activation(generalised, (0.5, 1.7))
+GSS = Activation(generalized, (0.5, 1.7))
 ACTIVATIONS = {
     "softmax": (SOFTMAX, 0.0, 1.0),
     "sigsoftmax": (SIGSOFTMAX, 0.0, 2.0),
@@ -157,8 +157,8 @@ def test_equal_labels_are_all_counted_and_bits_repeat(dtype, mixed_dtypes, monke
 
 def test_only_fixed_activations_are_taken():
     assert exponential.takes(SOFTMAX) and exponential.takes(GSS)
-    assert exponential.takes(Activation(generalised, (np.float32(0.5), 1.7)))
-    learned = Activation(generalised, params=(jnp.asarray(0.5), jnp.asarray(1.7)))
+    assert exponential.takes(Activation(generalized, (np.float32(0.5), 1.7)))
+    learned = Activation(generalized, params=(jnp.asarray(0.5), jnp.asarray(1.7)))
     assert not exponential.takes(learned)
 
 

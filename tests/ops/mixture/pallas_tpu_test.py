@@ -16,7 +16,7 @@ from softbottle.ops.mixture.activations import (
     SIGSOFTMAX,
     SOFTMAX,
     Activation,
-    generalised,
+    generalized,
     piecewise_even,
     segments,
 )
@@ -25,7 +25,7 @@ from softbottle.ops.mixture.options import Options
 from tests import oracle
 from tests.ops.mixture.problem import make_problem, paired
 
-GSS = Activation(generalised, (-1.5, 2.5))
+GSS = Activation(generalized, (-1.5, 2.5))
 AUTO = jax.sharding.AxisType.Auto
 ACTIVATIONS = {
     "mos": SOFTMAX,
@@ -149,7 +149,7 @@ def test_a_traced_theta_has_a_gradient(interpreted):
     context_TKE, table_VE, bias_V = oracle.cast(make_inputs()[:3], jnp.float32)
 
     def total(implementation, center, slope):
-        activation = Activation(generalised, params=(center, slope))
+        activation = Activation(generalized, params=(center, slope))
         inputs = (context_TKE, table_VE, bias_V)
         return jnp.sum(lse(implementation, activation, *inputs, vocab=31))
 
@@ -172,7 +172,7 @@ def test_a_batch_is_what_its_elements_are(batched, interpreted):
     center_B = jnp.asarray([-1.5, 0.5], jnp.float32)
 
     def one(module, context_TKE, center):
-        activation = Activation(generalised, params=(center, 2.5))
+        activation = Activation(generalized, params=(center, 2.5))
         return lse(module, activation, context_TKE, table_VE, bias_V, vocab=31)
 
     axes = (0, 0) if "centers" in batched else (0, None)
@@ -198,7 +198,7 @@ def test_a_table_split_over_devices_gives_loss_and_gradient(interpreted):
     def run(module, *inputs):
         def local(theta, *inputs):
             choices = Options(vocab=31, vocab_axis="model").resolve()
-            activation = Activation(generalised, params=theta)
+            activation = Activation(generalized, params=theta)
             loss = module.IMPLEMENTATION.loss
             share = loss(*paired(*inputs), activation, choices)
             return jax.lax.psum(share, "data")
