@@ -39,6 +39,7 @@ def make_batch():
     return Batch(ids_BS[:, :-1], ids_BS[:, 1:], weights_BS, segments_BS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "objective, backbone", [("trime", "transformer"), ("histalign", "awd_lstm")]
 )
@@ -88,6 +89,7 @@ def joint_brute(params, ids, window):
     return total, hits
 
 
+@pytest.mark.slow
 def test_the_joint_cache_of_a_text_is_that_of_loops():
     model, params = evaluate_test.make()
     ids = evaluate_test.make_ids(38)
@@ -124,6 +126,7 @@ def test_batches_that_begin_anew_have_no_state_from_before():
     assert found.total == 0 and found.count == 3 * make_batch().weights_BS.sum()
 
 
+@pytest.mark.slow
 def test_words_are_drawn_from_all_the_text_and_its_cache():
     run = make("trime", "awd_lstm")
     model, params = run.model, run.params
@@ -153,6 +156,7 @@ def test_words_are_drawn_from_all_the_text_and_its_cache():
     assert len(set(words)) > 2
 
 
+@pytest.mark.slow
 def test_a_word_drawn_exactly_may_come_from_the_cache():
     run = make("trime", "transformer")
     # Nothing but the cache has any mass to speak of.
@@ -161,6 +165,7 @@ def test_a_word_drawn_exactly_may_come_from_the_cache():
     assert set(words) <= {1, 3, 4}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "backbone, joined",
     [("awd_lstm", True), ("transformer", True), ("transformer", False)],

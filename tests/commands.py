@@ -1,8 +1,8 @@
 """The programs of launch/, each in a process of its own on the CPU.
 
 To start Python and import what a program needs takes seconds. So a program is forked
-from a server that has imported it all and has touched no device; `start_fresh` starts an
-interpreter instead, as users do.
+from a server that has imported it all and has touched no device; `start_fresh` starts
+an interpreter instead, as users do.
 """
 
 import atexit
@@ -91,7 +91,7 @@ def _main(script, arguments, streams, devices):
     modes = (os.O_RDONLY, *2 * [os.O_WRONLY | os.O_CREAT | os.O_APPEND])
     for stream, (path, mode) in enumerate(zip(streams, modes, strict=True)):
         os.dup2(os.open(path, mode), stream)
-    sys.stdin = open(0, closefd=False)
+    sys.stdin = os.fdopen(0, closefd=False)
     os.chdir(ROOT)
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", devices)

@@ -72,6 +72,7 @@ def loss_of(model, params, batch, seed=1):
     return jax.jit(model.loss)(params, batch, carry, make_key(seed))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backbone", ["window", "awd_lstm"])
 def test_the_penalty_is_ar_on_the_states_plus_tar_on_their_steps(backbone):
     config = make_config("mos", backbone, activation=2.0, slowness=3.0)
@@ -88,6 +89,7 @@ def test_the_penalty_is_ar_on_the_states_plus_tar_on_their_steps(backbone):
     np.testing.assert_allclose(loss.penalty, 2 * ar + 3 * tar, **CLOSE)
 
 
+@pytest.mark.slow
 def test_tar_reads_the_raw_states_and_ar_the_dropped_ones():
     batch = make_batch()
     penalties = {}
@@ -102,6 +104,7 @@ def test_tar_reads_the_raw_states_and_ar_the_dropped_ones():
     assert penalties["activation"] != pytest.approx(np.mean(raw_BSD**2), rel=1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backbone", ["window", "awd_lstm"])
 def test_padding_changes_neither_loss_nor_penalty_nor_carry_nor_gradient(backbone):
     config = make_config("mos", backbone, activation=2.0, slowness=3.0)
@@ -186,6 +189,7 @@ class Watched(type(softbottle.mos(2))):
         return super().loss(*arguments, latent_mask=latent_mask, **options)
 
 
+@pytest.mark.slow
 def test_the_latent_mask_is_locked_over_time_and_drawn_for_each_unit():
     seen = Watched.seen
     rows, rate = 31, 0.4
@@ -212,6 +216,7 @@ def test_the_latent_mask_is_locked_over_time_and_drawn_for_each_unit():
         assert abs((one == other).mean() - chance) < 4 * deviation
 
 
+@pytest.mark.slow
 def test_the_latent_mask_of_a_single_head_masks_its_state():
     model, params = make(make_config("softmax", latent=0.5))
     plain, _ = make(make_config("softmax"))
@@ -220,6 +225,7 @@ def test_the_latent_mask_of_a_single_head_masks_its_state():
     assert np.isfinite(loss.total) and loss.total != undropped.total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False])
 def test_rows_that_are_no_words_change_neither_loss_nor_counts(tied):
     config, wide_config = make_config(), make_config()
@@ -252,6 +258,7 @@ FINITE = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head, backbone", FINITE)
 def test_a_model_has_a_finite_gradient_in_every_parameter(head, backbone):
     config = make_config(head, backbone, output=0.2, latent=0.2)
@@ -288,6 +295,7 @@ def test_any_head_fits_any_backbone(head, backbone):
     chex.assert_trees_all_equal_shapes_and_dtypes(grads, params)
 
 
+@pytest.mark.slow
 def test_bfloat16_products_keep_float32_parameters_and_gradients():
     config = make_config()
     config.model.compute_dtype = "bfloat16"
@@ -354,6 +362,7 @@ def test_the_equal_softmax_is_the_widest_that_has_no_more_parameters():
     assert size(rival) <= size(config) < size(wider)
 
 
+@pytest.mark.slow
 def test_models_of_equal_settings_are_equal_and_traced_once():
     traces = []
 

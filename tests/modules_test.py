@@ -52,12 +52,14 @@ def make_nnx(head, **fields):
 MAKERS = {"linen": make_linen, "nnx": make_nnx}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_the_examples_of_the_docstrings_run():
     results = doctest.testmod(modules, extraglobs={"softbottle": softbottle})
     assert results.attempted >= 9 and results.failed == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, head, bias", [("linen", "mos", True), ("nnx", "plif", False)]
 )
@@ -93,6 +95,7 @@ def test_the_gradient_of_a_linen_module_is_finite_and_reaches_everything():
     assert all(jnp.any(leaf != 0) for leaf in jax.tree.leaves(grads))
 
 
+@pytest.mark.slow
 def test_the_gradient_of_an_nnx_module_is_finite_and_reaches_everything():
     module = modules.NnxHead(
         softbottle.moss(3), HIDDEN, vocab=VOCAB, context_dim=WIDTH, rngs=nnx.Rngs(0)

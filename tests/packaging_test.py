@@ -140,6 +140,7 @@ except ModuleNotFoundError as error:
 """
 
 
+@pytest.mark.slow
 def test_heads_and_ops_import_no_extra(python, tmp_path):
     absent = ("absl", "chex", "flax", "ml_collections", "optax", "orbax", "pyarrow")
     done = run(python, "-c", IMPORTS.format(absent=absent), cwd=tmp_path)
@@ -181,6 +182,7 @@ def test_a_command_looks_for_its_packages_before_it_imports_any(path):
     pytest.fail(f"{path.name} does not import softbottle.command")
 
 
+@pytest.mark.slow
 def test_a_corpus_whose_extra_is_missing_says_which(tmp_path):
     (tmp_path / "dataset_info.json").write_text("{}")
     hide = "import runpy, sys; sys.modules['tensorflow_datasets'] = None; "

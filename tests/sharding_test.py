@@ -98,6 +98,7 @@ def test_twenty_losses_equal_those_of_one_device(head, backbone, layout):
     assert parts.step._cache_size() == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head", OTHER_HEADS)
 def test_every_other_head_gives_the_losses_of_one_device(head):
     ours = Parts(make_config(head, "window", (2, 4), dropout=False)).losses()
@@ -105,6 +106,7 @@ def test_every_other_head_gives_the_losses_of_one_device(head):
     np.testing.assert_allclose(ours, theirs, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_another_objective_and_parts_of_batches_are_shared_out_as_well():
     fields = {"cache__objective": "histalign", "optim__accumulate": 2, "dropout": False}
     ours = Parts(make_config("mos", "window", (2, 4), **fields)).losses()
@@ -112,6 +114,7 @@ def test_another_objective_and_parts_of_batches_are_shared_out_as_well():
     np.testing.assert_allclose(ours, theirs, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_no_table_is_gathered():
     parts = Parts(make_config("mos", "awd_lstm", (2, 4), dropout=False))
     stream = parts.stream()
@@ -156,6 +159,7 @@ def test_a_split_table_gives_its_rows_and_takes_their_gradient():
     np.testing.assert_allclose(gradient, exact, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_evaluation_fills_up_rows_that_devices_cannot_share():
     ids = np.random.default_rng(1).integers(0, WORDS, 100)
     found = []

@@ -43,6 +43,7 @@ def log_probs(name, precision, bias, seed=0):
         return np.asarray(log_probs(params, table_VE, bias_V, hidden_TD))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["float64", "float32"])
 @pytest.mark.parametrize("name", ["softmax", "moc", "lowrank"])
 @pytest.mark.parametrize("bias", [False, True])

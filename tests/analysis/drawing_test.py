@@ -31,6 +31,7 @@ def drawn(kind, name):
     return figure
 
 
+@pytest.mark.slow
 def test_a_dollar_is_drawn_as_a_dollar_and_ticks_as_powers():
     plain = matplotlib.figure.Figure
     expected = image(drawn(plain, ESCAPED))
@@ -84,6 +85,7 @@ SECTIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SECTIONS)
 def test_reports_on_things_with_strange_names_are_written(name, tmp_path):
     path = tmp_path / HOSTILE

@@ -45,6 +45,7 @@ def by_title(sections):
     return {section.title: section for section in sections}
 
 
+@pytest.mark.slow
 def test_every_instrument_has_its_section_and_its_picture(sections):
     # These runs have neither a series of checkpoints nor attention.
     assert len(sections) == len(inspection.RUNS) - 2
@@ -90,6 +91,7 @@ def test_every_field_that_an_instrument_needs_has_its_reason():
     assert all(section.reading.startswith("skipped: ") for section in skipped)
 
 
+@pytest.mark.slow
 def test_heads_of_limited_rank_are_trained_on_request(workdirs, monkeypatch):
     short = lowrank.FROM_SCRATCH._replace(steps=5)
     quick = functools.partial(lowrank.train, training=short)
@@ -169,6 +171,7 @@ def test_bad_arrays_are_errors_that_say_what_is_wrong(tmp_path):
         inspection.of_arrays(make_arrays(tmp_path / "c.npz", hidden=poisoned))
 
 
+@pytest.mark.slow
 def test_the_command_writes_the_report(workdirs, tmp_path):
     flags = [f"--workdir={path}" for path in workdirs]
     flags += [f"--out={tmp_path / 'out'}", "--positions=100"]

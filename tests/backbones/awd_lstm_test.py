@@ -80,6 +80,7 @@ def test_layers_have_the_papers_parameter_counts(widths, head_and_table, total):
     assert count == total - head_and_table
 
 
+@pytest.mark.slow
 def test_parameters_start_uniform_within_one_over_root_of_the_width(variables):
     for index, size in enumerate(WIDTHS[1:]):
         layer = variables["params"][f"layer_{index}"]
@@ -98,6 +99,7 @@ def test_evaluation_drops_nothing(variables):
     chex.assert_trees_all_equal(trunk.hidden_BSD, trunk.raw_BSD)
 
 
+@pytest.mark.slow
 def test_weight_drop_acts_in_training_with_one_mask_a_call(variables):
     model = make(rates=dropout.Rates(recurrent=0.5))
     still = run(model, variables, embed())
@@ -113,6 +115,7 @@ def test_weight_drop_acts_in_training_with_one_mask_a_call(variables):
     chex.assert_trees_all_close(raw_BSD[0], raw_BSD[1], atol=1e-6)
 
 
+@pytest.mark.slow
 def test_weight_drop_masks_the_gradient_of_every_layer(variables):
     model = make(rates=dropout.Rates(recurrent=0.5))
 
@@ -131,6 +134,7 @@ def test_weight_drop_masks_the_gradient_of_every_layer(variables):
         assert np.all(np.asarray(bars["input_IG"]) != 0)
 
 
+@pytest.mark.slow
 def test_output_dropout_is_locked_over_time_and_drawn_for_every_row(variables):
     rows = 41
     model = make(rates=dropout.Rates(output=0.5))
@@ -151,6 +155,7 @@ def test_locked_dropout_of_inputs_and_layers_differs_between_rows(variables, rat
     chex.assert_trees_all_equal(trunk.hidden_BSD, trunk.raw_BSD)
 
 
+@pytest.mark.slow
 def test_two_halves_of_a_stream_equal_the_whole(variables):
     model, embedded_BSE = make(), embed()
     whole = run(model, variables, embedded_BSE)
@@ -171,6 +176,7 @@ def test_padding_at_the_end_changes_nothing(variables):
     assert not np.any(padded.raw_BSD[:, 6:])
 
 
+@pytest.mark.slow
 def test_scan_and_wavefront_agree_under_all_dropout(variables):
     rates = dropout.Rates(0.2, 0.3, 0.4, 0.5)
     trunks = [

@@ -107,6 +107,7 @@ def test_later_words_leave_earlier_states_alone(variables):
     assert np.all(np.max(np.abs(before[:, 6:] - after[:, 6:]), axis=-1) > 1e-4)
 
 
+@pytest.mark.slow
 def test_segments_do_not_see_each_other(variables):
     segments_BS = ONES.at[:, 4:].set(2).at[:, 9:].set(0)
     packed = run(make(), variables, embed(), segments_BS).raw_BSD
@@ -118,6 +119,7 @@ def test_segments_do_not_see_each_other(variables):
     assert np.all(np.isfinite(packed))
 
 
+@pytest.mark.slow
 def test_scanned_and_recomputed_layers_give_the_same_numbers(variables):
     def value_and_grads(**fields):
         model = make(rates=dropout.Rates(hidden=0.3), **fields)
@@ -131,6 +133,7 @@ def test_scanned_and_recomputed_layers_give_the_same_numbers(variables):
     chex.assert_trees_all_close(both, plain, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_blocks_start_with_variance_one_over_fan_in():
     arguments = (make_key(1), embed(), (), ONES)
     params = make().init(*arguments, train=False)["params"]
@@ -158,6 +161,7 @@ def test_blocks_have_the_expected_parameters(variables):
     assert count == 2 * per_layer + DIM
 
 
+@pytest.mark.slow
 def test_dropout_acts_in_training_only(variables):
     model = make(rates=dropout.Rates(hidden=0.3, output=0.5))
     still = run(model, variables, embed())

@@ -28,6 +28,7 @@ def setup(model, segments_BS=None):
     return model.init(jax.random.key(1), *inputs, train=False), inputs
 
 
+@pytest.mark.slow
 def test_states_equal_a_loop_over_positions_and_words():
     model = make()
     segments_BS = jnp.array([[1, 1, 1, 1, 2, 2, 2], [1, 2, 2, 2, 2, 0, 0]])
@@ -49,6 +50,7 @@ def test_states_equal_a_loop_over_positions_and_words():
     chex.assert_trees_all_equal(trunk.hidden_BSD, trunk.raw_BSD)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", [1, 3])
 @pytest.mark.parametrize("cut", [1, 4])
 def test_two_halves_of_a_stream_equal_the_whole(order, cut):

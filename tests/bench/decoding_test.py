@@ -17,6 +17,7 @@ def decode():
     return {row["variant"]: row for row in result["rows"]}
 
 
+@pytest.mark.slow
 def test_each_operation_is_checked_and_set_against_a_softmax():
     rows = decode()
     for kind in ("sample", "top_k", "log_probs"):
@@ -29,6 +30,7 @@ def test_each_operation_is_checked_and_set_against_a_softmax():
     assert rows["top_k, auto"]["error"] < 1e-4 and rows["top_k, auto"]["ids"] == 1
 
 
+@pytest.mark.slow
 def test_wrong_words_and_wrong_probabilities_are_refused(monkeypatch):
     best, log_probs = api.top_k, api.log_probs
 

@@ -28,6 +28,7 @@ def dense_mean_nll(inputs, labels_T):
     return jnp.mean(nll_T), nll_T
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block_bytes", [1, 8 * 3 * 37 * 5, 2**31])
 def test_the_oracle_is_the_definition_in_float64(monkeypatch, block_bytes):
     monkeypatch.setattr(oracle, "BLOCK_BYTES", block_bytes)
@@ -50,6 +51,7 @@ def rows_of(result):
     return {row["variant"]: row for row in result["rows"]}
 
 
+@pytest.mark.slow
 def test_a_race_has_a_row_for_each_variant_with_what_it_was_checked_by():
     names = ["blocked", "auto", "reference"]
     result = race.head(worker.in_process, [], names, [], seconds=0.01)
@@ -136,6 +138,7 @@ def test_a_variant_with_a_wrong_loss_is_refused(monkeypatch, offset):
     assert "ms" not in row
 
 
+@pytest.mark.slow
 def test_a_case_beyond_the_check_is_checked_on_its_first_tokens():
     case = CASE._replace(tokens=13)
     per_token = 3 * case.product_flop / case.tokens

@@ -58,6 +58,7 @@ def test_what_does_not_fit_says_how_much_it_needs():
     assert error.bytes == 54.5 * 2**30 and "54.5G of 15.75G" in str(error)
 
 
+@pytest.mark.slow
 def test_a_step_is_compiled_for_devices_and_read(monkeypatch):
     monkeypatch.setattr(plan, "devices", lambda topology: jax.devices())
     row = plan.measure(make_config(), "v5e:2x4", 61, tokens=12)
@@ -115,6 +116,7 @@ def test_a_slice_smaller_than_a_host_says_so(monkeypatch, topology, host):
     assert asked == {"platform": "tpu", "topology_name": topology} | host
 
 
+@pytest.mark.slow
 def test_the_command_says_what_is_wrong_with_its_flags():
     flags = ("--config", "configs/lm1b.py:mos", "--tokens-per-chip", "40")
     answer = commands.finish(

@@ -11,6 +11,7 @@ def small(monkeypatch):
     monkeypatch.setattr(race, "UNROLLS", (1,))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype, worst", [("float32", 1e-5), ("bfloat16", 3e-2)])
 def test_both_implementations_agree_with_the_plain_loop(dtype, worst):
     names = ["scan", "wavefront"]

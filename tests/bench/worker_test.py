@@ -1,6 +1,9 @@
+import pytest
+
 from softbottle.bench import worker
 
 
+@pytest.mark.slow
 def test_a_child_that_fails_dies_or_hangs_costs_its_row_alone():
     with worker.children(limit_s=60) as ask:
         first = ask("tests.bench.faulty", {"do": "well", "variant": "a"})

@@ -40,6 +40,7 @@ def workdir(tmp_path_factory):
     return workdir
 
 
+@pytest.mark.slow
 def test_a_run_on_the_templates_tells_accuracy_and_rank(workdir):
     run = state.load_run(workdir)
     text = corpus.load(run.config.data)

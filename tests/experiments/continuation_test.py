@@ -79,6 +79,7 @@ def test_coherence_is_the_mean_cosine_about_the_center():
     assert found == pytest.approx((1 + np.sqrt(0.5)) / 2)
 
 
+@pytest.mark.slow
 def test_a_judge_reads_each_text_by_itself_whatever_the_padding():
     run, texts = make_run(), arrays([3, 1, 4], [], [1, 5, 9, 2, 6])
     read = continuation.make_reader(run)
@@ -89,6 +90,7 @@ def test_a_judge_reads_each_text_by_itself_whatever_the_padding():
         np.testing.assert_allclose(mean_BD[row], alone_1D[0], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_runs_are_compared_with_the_text_itself_and_with_another_line():
     ids = make_ids(400)
     runs = {"one": make_run(1)}
@@ -116,6 +118,7 @@ def test_models_of_other_words_are_not_compared():
         continuation.compare(runs, runs, make_ids(400), SETTINGS)
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_table_and_every_number(tmp_path):
     tiny.write_run(tmp_path / "run", make_run())
     flags = [f"--workdir={tmp_path / 'run'}", f"--out={tmp_path / 'out'}"]

@@ -20,6 +20,7 @@ def swept(tmp_path_factory):
     return workdir, sweep.run(make_config(), workdir, ["softmax"], [2, 3], [0])
 
 
+@pytest.mark.slow
 def test_a_sweep_has_a_row_for_every_head_and_width(swept):
     workdir, rows = swept
     assert json.loads((workdir / "sweep.json").read_text()) == rows
@@ -41,6 +42,7 @@ def test_a_sweep_draws_its_picture(swept):
     assert picture.startswith(b"\x89PNG") and len(picture) > 10_000
 
 
+@pytest.mark.slow
 def test_a_sweep_started_again_trains_only_what_is_missing(swept):
     workdir, rows = swept
     trained = workdir / "softmax-2-0" / "metrics.jsonl"

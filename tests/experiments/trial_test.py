@@ -11,6 +11,7 @@ from tests import tiny
 pytestmark = pytest.mark.usefixtures("quick_keys")
 
 
+@pytest.mark.slow
 def test_a_trial_adds_the_truth_and_its_pictures_to_the_summary(tmp_path):
     summary = trial.run(tiny.make_config(), tmp_path)
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
@@ -31,6 +32,7 @@ def test_a_trial_whose_metrics_were_lost_draws_no_curve_and_says_so(tmp_path):
     assert not (tmp_path / "valid.png").exists()
 
 
+@pytest.mark.slow
 def test_a_run_stopped_beside_its_rival_says_so_and_goes_on(tmp_path, monkeypatch):
     fields = {"train__steps": 2, "train__equal_softmax": True}
     add, seen = metrics.Report.add, []

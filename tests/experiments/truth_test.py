@@ -28,6 +28,7 @@ def summary(run, tmp_path_factory):
     return truth.summarize(*run, workdir), workdir
 
 
+@pytest.mark.slow
 def test_the_figure_is_drawn(summary):
     picture = (summary[1] / "quickstart.png").read_bytes()
     assert picture.startswith(b"\x89PNG") and len(picture) > 10_000

@@ -46,6 +46,7 @@ def test_a_mask_that_does_not_broadcast_is_refused_with_its_shape():
         base.masked(jnp.zeros((11, 3, 7)), mask)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bfloat16", "int32", "bool"])
 def test_the_kind_of_the_weights_does_not_change_the_loss(kind, mixed_dtypes):
     ones_T = jnp.ones(oracle.TOKENS)
@@ -63,6 +64,7 @@ def test_the_kind_of_the_weights_does_not_change_the_loss(kind, mixed_dtypes):
     np.testing.assert_allclose(bar, expected_bar, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_float32_weights_leave_a_float64_loss_in_float64(float64):
     inputs = oracle.make_inputs("mos")
     point = oracle.cast(inputs, jnp.float64)

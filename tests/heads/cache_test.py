@@ -137,6 +137,7 @@ def with_padding_rows(arguments):
     return params, table_VE, np.pad(bias_V, (0, PADDED_ROWS)), hidden_BSD
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_loss_and_every_gradient_are_those_of_loops(name, float64):
     arguments, weights_BS = make_problem(name)
@@ -155,6 +156,7 @@ def test_loss_and_every_gradient_are_those_of_loops(name, float64):
     )
 
 
+@pytest.mark.slow
 def test_what_has_no_weight_or_no_segment_may_hold_anything(name="mos"):
     arguments, weights_BS = oracle.cast(make_problem(name), jnp.float32)
     *rest, hidden_BSD = arguments
@@ -201,6 +203,7 @@ def test_log_probs_are_those_of_loops_and_sum_to_one(name):
     np.testing.assert_allclose(np.exp(alone_BSV).sum(axis=2), some_BS, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_an_empty_cache_changes_nothing(name="mos"):
     arguments, _ = oracle.cast(make_problem(name), jnp.float32)
     params, table_VE, bias_V, hidden_BSD = arguments
@@ -255,6 +258,7 @@ def test_a_given_memory_is_seen_by_every_position(float64):
     np.testing.assert_allclose(-nll_BS, label_BS1[:, :, 0], rtol=1e-10)
 
 
+@pytest.mark.slow
 def test_samples_follow_the_probabilities():
     draws = 4000
     arguments, _ = make_problem("mos")
@@ -316,6 +320,7 @@ def make_step(rows, positions, vocab):
     return step, (params, table_VE, hidden_BSD)
 
 
+@pytest.mark.slow
 def test_loss_and_gradient_never_hold_all_logits():
     rows, positions, vocab = 2, 32, 4096
     step, arguments = make_step(rows, positions, vocab)

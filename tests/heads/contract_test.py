@@ -80,21 +80,25 @@ def check_against_oracle(name, dtype, **options):
         assert not np.any(table_VE[VOCAB:]) and not np.any(bias_V[VOCAB:])
 
 
+@pytest.mark.slow
 @EVERY_HEAD
 def test_value_and_every_gradient_equal_the_oracle_in_float64(name, float64):
     check_against_oracle(name, "float64")
 
 
+@pytest.mark.slow
 @EVERY_HEAD
 def test_value_and_every_gradient_equal_the_oracle_in_float32(name):
     check_against_oracle(name, "float32")
 
 
+@pytest.mark.slow
 @A_FEW_HEADS
 def test_the_optimised_program_equals_the_oracle_in_one_block(name, optimised):
     check_against_oracle(name, "float32", budget_bytes=2**40)
 
 
+@pytest.mark.slow
 @A_FEW_HEADS
 def test_one_token_a_block_equals_the_oracle(name):
     check_against_oracle(name, "float32", budget_bytes=1)
@@ -147,6 +151,7 @@ def test_logits_of_magnitude_ten_thousand_stay_finite_in_float32(name):
     check_large_logits(name, jnp.float32)
 
 
+@pytest.mark.slow
 @A_FEW_HEADS
 def test_logits_of_magnitude_ten_thousand_stay_finite_in_bfloat16(name, mixed_dtypes):
     check_large_logits(name, jnp.bfloat16)
@@ -197,6 +202,7 @@ def decoded(name):
     return oracle.log_probs(name, *inputs[:4]), jax.jit(run)(*point)
 
 
+@pytest.mark.slow
 @EVERY_HEAD
 def test_log_probs_equal_the_oracle_and_sum_to_one(name):
     exact_TV, (log_p_TV, _) = decoded(name)
@@ -214,6 +220,7 @@ def test_top_k_is_the_head_of_the_sorted_log_probs(name):
     oracle.assert_close(values_Tk, best_Tk, "float32")
 
 
+@pytest.mark.slow
 @A_FEW_HEADS
 def test_samples_follow_the_probabilities(name):
     draws = 3_000
@@ -232,6 +239,7 @@ def test_samples_follow_the_probabilities(name):
     assert chi_square < freedom + 5 * np.sqrt(2 * freedom)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["moss", "plif_mixed"])
 def test_no_bias_is_a_bias_of_zero(name):
     point = oracle.cast(oracle.make_inputs(name), jnp.float32)
@@ -241,6 +249,7 @@ def test_no_bias_is_a_bias_of_zero(name):
     oracle.assert_close(step(*without), step(*zero), "float32")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["moss", "plif_mixed"])
 def test_gradients_pass_a_numerical_check_in_reverse_mode(name, float64):
     point = oracle.cast(oracle.make_inputs(name, tokens=3), jnp.float64)
@@ -256,6 +265,7 @@ def test_gradients_pass_a_numerical_check_in_reverse_mode(name, float64):
     chex.assert_numerical_grads(both, leaves, order=1, modes=("rev",), atol=1e-4)
 
 
+@pytest.mark.slow
 @A_FEW_HEADS
 def test_bfloat16_products_give_float32_gradients_near_the_exact_ones(
     name, mixed_dtypes
@@ -296,6 +306,7 @@ def distance(ours, exact):
     return np.linalg.norm(np.asarray(ours, np.float64) - exact) / np.linalg.norm(exact)
 
 
+@pytest.mark.slow
 @hypothesis.settings(deadline=None, max_examples=4, derandomize=True, database=None)
 @hypothesis.given(data=strategies.data())
 @pytest.mark.parametrize("name", ["softmax", "moss", "plif_mixed"])

@@ -61,6 +61,7 @@ def history(point, segments_BS=SEGMENTS_BS):
     return cache.history(point.hidden_TD, point.labels_T, segments_BS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FEW)
 @pytest.mark.parametrize("budget", [1, 2**30])
 def test_no_tokens_have_no_loss_and_no_words(name, budget):
@@ -79,6 +80,7 @@ def test_no_tokens_have_no_loss_and_no_words(name, budget):
         assert values_Tk.shape == ids_Tk.shape == (0, k)
 
 
+@pytest.mark.slow
 def test_no_rows_beside_a_cache_have_no_loss_and_no_words():
     point = make_cached(rows=2)
     shapes = {"hidden_TD": (0, 9, 5), "labels_T": (0, 9), "weights_T": (0, 9)}
@@ -111,6 +113,7 @@ def test_the_kind_of_the_labels_changes_nothing(kind):
     oracle.assert_close(jax.jit(head.nll)(*point[:5]), exact_T, "float32")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["int8", "uint8", "uint32"])
 def test_the_kind_of_the_words_beside_a_cache_changes_nothing(kind):
     point = make_cached()
@@ -177,6 +180,7 @@ def test_float16_is_refused_beside_a_cache(method, array):
         call_cached(method, point, memory)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("word", [-1, VOCAB, VOCAB + 2, -VOCAB, 10**6])
 def test_who_sees_a_word_that_is_none_gets_nan_in_nll_and_log_probs(word):
     point = make_cached()
@@ -207,6 +211,7 @@ def test_who_sees_a_word_that_is_none_gets_nan_in_nll_and_log_probs(word):
     assert np.isnan(call_cached("loss", point, memory, vocab=VOCAB))
 
 
+@pytest.mark.slow
 def test_a_word_that_is_none_and_is_not_seen_changes_nothing():
     point = make_cached()
     memory = history(point)
@@ -219,6 +224,7 @@ def test_a_word_that_is_none_and_is_not_seen_changes_nothing():
         np.testing.assert_array_equal(found, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_a_state_without_weight_that_is_not_finite_is_not_remembered(value):
     point = make_cached()
@@ -250,6 +256,7 @@ def test_a_state_without_weight_that_is_not_finite_is_not_remembered(value):
         np.testing.assert_array_equal(ours, theirs)
 
 
+@pytest.mark.slow
 def test_entries_are_drawn_with_noise_of_a_high_range():
     point = make_cached()
 

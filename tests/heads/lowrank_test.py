@@ -9,6 +9,7 @@ from tests import oracle
 POINT = oracle.make_inputs("lowrank")
 
 
+@pytest.mark.slow
 def test_it_is_a_softmax_of_the_projected_state():
     params, table_VE, bias_V, hidden_TD, labels_T, _ = oracle.cast(POINT, jnp.float32)
     ours_T = softbottle.lowrank(7).nll(params, table_VE, bias_V, hidden_TD, labels_T)

@@ -12,6 +12,7 @@ POINT = oracle.make_inputs("softmax")
 UNIT = math.log(math.e - 1)  # softplus of it is 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("knots", [8, (-1.7, -0.4, 0.1, 0.9, 2.6)])
 def test_unit_slopes_are_a_softmax(knots):
     head = softbottle.plif(knots, 2.5)
@@ -23,6 +24,7 @@ def test_unit_slopes_are_a_softmax(knots):
     np.testing.assert_allclose(ours_T, plain_T, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("segments", [100, 10_000, 100_000])
 def test_the_map_is_exact_in_float32_however_many_segments(segments):
     head = softbottle.plif(segments)
@@ -72,6 +74,7 @@ def test_slopes_start_around_one():
     np.testing.assert_allclose(np.std(slope_N), 1.0, atol=0.03)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("knots", [8, (-1.7, -0.4, 0.1, 0.9, 2.6)])
 @pytest.mark.parametrize("what", ["loss", "nll"])
 def test_a_word_with_a_bias_of_minus_infinity_is_as_good_as_none(knots, what):

@@ -14,6 +14,7 @@ def value_and_bars(head):
     return jax.value_and_grad(head.loss, argnums=(1, 2, 3))(*point)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "center, slope, twin",
     [(0.0, 1.0, softbottle.softmax()), (0.0, 2.0, softbottle.sigsoftmax())],

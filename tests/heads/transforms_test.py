@@ -49,6 +49,7 @@ SPLIT = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, what, layout", SPLIT)
 def test_a_split_over_data_and_vocabulary_equals_the_oracle(name, what, layout):
     mesh = jax.make_mesh(layout, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
@@ -69,6 +70,7 @@ def test_a_split_over_data_and_vocabulary_equals_the_oracle(name, what, layout):
     oracle.assert_close(bars, exact_bars, "float32")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, what, layout",
     [
@@ -103,6 +105,7 @@ def test_a_split_that_jax_does_not_check_equals_the_oracle(name, what, layout):
     oracle.assert_close(bars, (*exact_bars, nll_T), "float32")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["moss", "plif_mixed"])
 def test_an_unchecked_gradient_inside_a_split_is_that_of_the_dense_form(name):
     """jax sums cotangents there that it takes for different: so does the loss."""
@@ -152,6 +155,7 @@ def test_split_log_probs_are_those_of_the_local_words():
     assert np.all(np.isneginf(log_p_TV[:, WORDS:]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FEW)
 def test_vmap_over_models_equals_one_model_at_a_time(name):
     head = CASES[name].head
@@ -174,6 +178,7 @@ def test_vmap_over_models_equals_one_model_at_a_time(name):
         oracle.assert_close(ours, exact, "float32")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["loss", "nll"])
 def test_remat_equals_the_oracle(what):
     inputs = make_problem("moss")

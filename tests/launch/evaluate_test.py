@@ -60,6 +60,7 @@ def answers(workdir):
     return found
 
 
+@pytest.mark.slow
 def test_an_evaluation_is_told_in_a_table_and_in_one_line(answers, workdir):
     *table, unknown, line = answers["evaluate"][0].splitlines()
     found = json.loads(line)
@@ -75,6 +76,7 @@ def test_an_evaluation_is_told_in_a_table_and_in_one_line(answers, workdir):
         assert f"{numbers['perplexity']:.3f}" in row
 
 
+@pytest.mark.slow
 def test_the_numbers_are_those_of_the_model_and_the_flags(answers, workdir):
     found = json.loads(answers["evaluate"][0].splitlines()[-1])
     run = state.load_run(workdir)

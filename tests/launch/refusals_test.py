@@ -59,6 +59,7 @@ REASONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REASONS)
 def test_a_refusal_is_one_line_with_its_reason(answers, name):
     assert REASONS[name] in refused(answers[name])

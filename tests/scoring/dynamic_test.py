@@ -139,6 +139,7 @@ def static(model):
     return lambda ids: evaluator(params, ids, 1, LENGTH)
 
 
+@pytest.mark.slow
 def test_the_oracles_gradient_is_that_of_central_differences(model):
     p, past = named(model[1]), np.full(EMBED, 0.3)
     words, labels = TEST[:4], TEST[1:5]
@@ -153,6 +154,7 @@ def test_the_oracles_gradient_is_that_of_central_differences(model):
         assert (grads[name] * direction).sum() == pytest.approx(slope, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_statistics_are_root_mean_squares_of_the_gradients_of_batches(model):
     functions, params = model
     settings = dynamic.Settings(length=LENGTH, rows=ROWS)
@@ -161,6 +163,7 @@ def test_statistics_are_root_mean_squares_of_the_gradients_of_batches(model):
     chex.assert_trees_all_close(named(found), statistics(named(params), TRAIN), **CLOSE)
 
 
+@pytest.mark.slow
 # The pull is that of the rule, or bounded by 1 / decay for almost all parameters.
 @pytest.mark.parametrize("decay", [0.05, 0.9])
 def test_a_text_is_scored_as_by_the_rms_rule_written_out(model, static, decay):
@@ -182,6 +185,7 @@ def test_a_segment_is_scored_before_it_is_learnt_from(model, static):
     assert found.total == pytest.approx(static(ids).total, **LOSS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decay", [0.0, 0.3])
 def test_without_a_learning_rate_it_is_static_evaluation(model, static, decay):
     functions, params = model
@@ -191,6 +195,7 @@ def test_without_a_learning_rate_it_is_static_evaluation(model, static, decay):
     assert found.total == pytest.approx(static(TEST).total, **LOSS)
 
 
+@pytest.mark.slow
 def test_no_dropout_and_no_weight_drop_has_a_part_in_it():
     names = ("rows", "input", "hidden", "output", "latent", "recurrent")
     settings = dynamic.Settings(0.02, 0.05, 1e-3, LENGTH, ROWS)

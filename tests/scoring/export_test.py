@@ -33,6 +33,7 @@ def exported(workdir, tmp_path, monkeypatch):
     return tmp_path / "exported", export.write(workdir, tmp_path / "exported")
 
 
+@pytest.mark.slow
 def test_a_run_is_the_same_on_the_other_side_but_for_rounding(
     workdir, exported, tmp_path
 ):
@@ -274,6 +275,7 @@ def test_a_folder_without_an_index_is_named(tmp_path):
         export.read(tmp_path, tmp_path / "moved")
 
 
+@pytest.mark.slow
 def test_the_command_refuses_in_one_line(tmp_path):
     flags = ["--read", f"--workdir={tmp_path / 'moved'}", f"--folder={tmp_path}"]
     answer = commands.finish(commands.start("export.py", *flags))

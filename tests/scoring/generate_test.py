@@ -66,6 +66,7 @@ def deviation(words, p_VV):
     return (squares.sum() - free) / np.sqrt(2 * free)
 
 
+@pytest.mark.slow
 def test_words_are_drawn_from_the_mixture_exactly(bigram):
     words = [2, *generate(bigram, [2], 2000, seed=3)]
     p_VV = np.exp(bigram_oracle(bigram.params))
@@ -74,6 +75,7 @@ def test_words_are_drawn_from_the_mixture_exactly(bigram):
     assert deviation(words, p_VV**1.5 / (p_VV**1.5).sum(axis=1, keepdims=True)) > 10
 
 
+@pytest.mark.slow
 def test_sharpened_and_truncated_words_are_drawn_from_what_is_kept(bigram):
     options = {"top_k": 7, "top_p": 0.8}
     words = [2, *generate(bigram, [2], 2000, temperature=0.7, seed=3, **options)]
@@ -83,6 +85,7 @@ def test_sharpened_and_truncated_words_are_drawn_from_what_is_kept(bigram):
     assert deviation(words, kept_VV / kept_VV.sum(axis=1, keepdims=True)) < 4
 
 
+@pytest.mark.slow
 def test_sharpened_words_are_drawn_with_noise_of_a_high_range(bigram):
     def words():
         return list(generate(bigram, [2], 40, temperature=0.7, seed=3))
@@ -108,6 +111,7 @@ def test_an_empty_prompt_stands_for_the_end_of_a_line(bigram):
     assert empty == list(generate(bigram, [WORDS.eos], 5, seed=1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backbone", ["awd_lstm", "transformer"])
 def test_words_follow_from_all_the_text_before_them(backbone):
     config = tiny.make_softmax(backbone, 4, model__attention_heads=2)
@@ -121,6 +125,7 @@ def test_words_follow_from_all_the_text_before_them(backbone):
     assert len(set(words)) > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backbone", ["awd_lstm", "transformer"])
 def test_prompts_of_equal_length_are_compiled_for_once(backbone, monkeypatch):
     config = tiny.make_softmax(backbone, 4, model__attention_heads=2)

@@ -358,6 +358,7 @@ def test_damaged_steps_that_are_not_required_stop_nobody(folder):
     assert {path.name for path in folder.glob("broken-*")} == {"broken-3", "broken-7"}
 
 
+@pytest.mark.slow
 # What orbax leaves behind when it gives up is its own affair.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(
@@ -412,6 +413,7 @@ def test_a_disk_that_fills_in_the_background_is_noticed_next(folder, monkeypatch
         assert_restores(folder, LATE)
 
 
+@pytest.mark.slow
 # What orbax leaves behind when it gives up is its own affair.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("when", ["wait", "close"])

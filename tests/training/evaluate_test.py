@@ -48,6 +48,7 @@ def bigram_oracle(params):
     return log_p_VV
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows, length", [(1, 1), (3, 7), (500, 2)])
 def test_perplexity_is_that_of_a_loop_over_tokens_however_they_are_cut(rows, length):
     functions, params = make()
@@ -63,6 +64,7 @@ def test_perplexity_is_that_of_a_loop_over_tokens_however_they_are_cut(rows, len
     assert found.perplexity == pytest.approx(np.exp(total / 100), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_recurrent_state_is_carried_from_batch_to_batch():
     functions, params = make("awd_lstm")
     evaluator = evaluate.make_evaluator(functions)
@@ -89,6 +91,7 @@ def test_rows_side_by_side_give_the_states_of_each_word_once():
     np.testing.assert_allclose(one[0][places[0]], many[0][places[1]], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_log_probs_are_distributions_over_the_words_alone():
     functions, params = make(multiple=8)
     assert len(params["output_VE"]) == 16

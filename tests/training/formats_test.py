@@ -36,12 +36,14 @@ def evaluated(workdir, folder):
     return run, evaluate.make_evaluator(run.model)(run.params, ids, 1, 11)
 
 
+@pytest.mark.slow
 def test_a_run_is_read_as_it_was(written):
     run, found = evaluated(written / "run", written)
     assert (run.step, found.count) == (EXPECTED["step"], EXPECTED["tokens"])
     assert found.loss == pytest.approx(EXPECTED["test_loss"], **CLOSE)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_as_it_would_have(written):
     stored = json.loads((written / "run" / "config.json").read_text())
     config = configs.from_dict(stored)

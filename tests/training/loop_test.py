@@ -131,6 +131,7 @@ def copied(finished, tmp_path):
     return pathlib.Path(shutil.copytree(finished[1], tmp_path / "run"))
 
 
+@pytest.mark.slow
 def test_a_run_leaves_a_summary_and_metrics(finished):
     _, workdir, summary = finished
     assert json.loads((workdir / "summary.json").read_text()) == summary
@@ -179,6 +180,7 @@ def test_a_finished_run_started_again_only_sums_itself_up(finished, copied):
     assert curve(copied) == curve(workdir)
 
 
+@pytest.mark.slow
 def test_a_run_resumed_from_before_a_damaged_step_is_bit_for_bit_the_same(
     finished, copied
 ):
@@ -222,6 +224,7 @@ def test_damage_beside_the_checkpoints_stops_no_run(finished, copied, folder):
     assert without_time(again) == without_time(finished[2])
 
 
+@pytest.mark.slow
 def test_the_best_before_the_last_checkpoint_outlives_later_ones(tmp_path, monkeypatch):
     """Killed between a better validation and its checkpoint, a run has its best."""
     fields = {
@@ -320,6 +323,7 @@ def test_a_damaged_vocabulary_of_a_run_is_written_anew(finished, copied):
     assert without_time(again) == without_time(finished[2])
 
 
+@pytest.mark.slow
 def test_a_resume_on_another_text_is_an_error_that_names_the_file(tmp_path):
     text = tmp_path / "text"
     text.mkdir()
@@ -377,6 +381,7 @@ def test_another_vocabulary_than_that_of_the_run_is_an_error(finished, copied):
         train.run(tiny(train__series=True), copied)
 
 
+@pytest.mark.slow
 def test_finetuning_starts_from_the_best_parameters_of_another_run(finished, tmp_path):
     config = tiny(
         optim__name="sgd",
@@ -401,6 +406,7 @@ def first(condition, losses, patience):
     return None
 
 
+@pytest.mark.slow
 def test_averaging_begins_and_a_run_stops_by_the_rule_of_the_authors(tmp_path):
     config = tiny(
         optim__learning_rate=0.3,
@@ -502,6 +508,7 @@ def test_accumulation_takes_the_same_step_and_keeps_the_states_of_all_rows(backb
     chex.assert_trees_all_close(*results, **CLOSE)
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_no_number_stops_the_run_and_spares_the_checkpoint(tmp_path):
     config = tiny(
         optim__name="sgd",
@@ -533,6 +540,7 @@ class Crash(Exception):
     pass
 
 
+@pytest.mark.slow
 def test_the_lines_of_a_resumed_run_are_means_over_the_same_steps(
     finished, tmp_path, monkeypatch
 ):

@@ -54,6 +54,7 @@ def test_the_cache_gives_what_a_loop_over_positions_gives(model, window):
     assert found.total == pytest.approx(brute(params, ids, pointer), **CLOSE)
 
 
+@pytest.mark.slow
 def test_a_cache_with_hardly_a_share_leaves_the_model_as_it_is(model):
     functions, params = model
     ids = make_ids(38)

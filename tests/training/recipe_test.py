@@ -157,6 +157,7 @@ def dropped():
     return model, plain_model, params, batch, model.initial_carry(3)
 
 
+@pytest.mark.slow
 def test_weight_drop_is_on_in_training_in_every_layer(dropped):
     model, _, params, batch, carry = dropped
 
@@ -179,6 +180,7 @@ def test_weight_drop_is_on_in_training_in_every_layer(dropped):
         assert jnp.all(weights["input_IG"] != 0)
 
 
+@pytest.mark.slow
 def test_weight_drop_is_off_in_evaluation(dropped):
     model, plain, params, batch, carry = dropped
     nll_BS, after = jax.jit(model.nll)(params, batch, carry)

@@ -95,6 +95,7 @@ def test_the_middle_layer_s_heads_are_measured_in_full():
     assert np.all(found.sensitivity_N <= 1 / (2 * found.temperatures_N))
 
 
+@pytest.mark.slow
 def test_the_section_names_each_model(tmp_path):
     found = attention_layers.measure(random_logits(), make_states())
     section = attention_layers.section({"one": found, "two": found})

@@ -147,6 +147,7 @@ def test_arrays_that_do_not_fit_are_refused():
         gradient.measure(prior, context, table, bias, labels)
 
 
+@pytest.mark.slow
 def test_a_run_is_measured_through_its_own_head(tmp_path):
     run, corpus = tiny.make_narrow_run(
         "mos", COMPONENTS, WORDS, WIDTH, model__vocab_multiple=8

@@ -27,6 +27,7 @@ def found():
     return lowrank.train(hidden_ND, labels_N, WORDS, [4, 1, 2], table_VD, LONG)
 
 
+@pytest.mark.slow
 def test_the_knee_is_the_rank_that_the_words_depend_on(found):
     assert list(found.ranks_R) == [1, 2, 4]
     assert found.knee == TRUE_RANK
@@ -44,6 +45,7 @@ def test_w_error_is_what_the_singular_values_leave(found):
     assert found.w_error_R[1:] == pytest.approx(0, abs=1e-7)
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_losses(found):
     hidden_ND, labels_N, _, _ = make_text()
     again = lowrank.train(hidden_ND, labels_N, WORDS, [1], training=LONG)
@@ -66,6 +68,7 @@ def test_a_cut_is_the_nearest_head_of_its_rank_in_the_logits_of_the_states():
     np.testing.assert_allclose(bias_V, own.bias_V, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_heads_that_begin_with_the_model_s_own_know_what_it_knows():
     hidden_ND, labels_N, table_VD, truth = make_text(rank=4)
     own = lowrank.Own(table_VD, np.zeros(WORDS))

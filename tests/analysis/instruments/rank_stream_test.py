@@ -184,6 +184,7 @@ def measured(runs):
     }
 
 
+@pytest.mark.slow
 def test_a_run_is_measured_as_its_dense_log_probabilities_are(runs, measured):
     run, ids = runs["mos"]
     found = measured["mos"]

@@ -267,6 +267,7 @@ def test_a_head_that_is_no_softmax_and_a_folder_without_a_model_are_errors(tmp_p
         hugging_face.from_hf(tmp_path / "capped", reading)
 
 
+@pytest.mark.slow
 def test_the_command_reads_a_gguf_file(folder, tmp_path):
     flags = [f"--gguf={folder / 'tiny.gguf'}", f"--text={folder / 'ids.npy'}"]
     flags += ["--positions=32", "--window=16", "--instruments=rank,attention"]

@@ -38,6 +38,7 @@ def make_run(backbone, layers=2):
     return tiny.make_run(make_config(backbone, layers), tiny.make_words(VOCAB))
 
 
+@pytest.mark.slow
 def test_every_layer_of_an_lstm_is_seen_and_its_state_carries_over():
     run = make_run("awd_lstm")
     found = source.inner(run, IDS)
@@ -68,6 +69,7 @@ def lstm(inputs_SI, params):
     return np.array(outputs)
 
 
+@pytest.mark.slow
 def test_every_layer_of_a_transformer_is_seen_with_its_attention():
     run = make_run("transformer")
     found = source.inner(run, IDS)
@@ -120,6 +122,7 @@ def workdir(tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
 def test_the_walk_meets_every_checkpoint_of_the_series_in_order(workdir):
     assert source.steps(workdir) == [1, 2, 4]
     run = state.load_run(workdir, "float32")

@@ -116,6 +116,7 @@ def test_a_position_sees_the_states_just_before_it(positions, size):
             assert found_QM[query, key] == (1 <= age <= size)
 
 
+@pytest.mark.slow
 def test_the_best_word_is_that_of_the_largest_sum(float64):
     query_QD, key_MD, word_M, _, visible_QM = make_inputs()
     score_QM = cache.similarities(query_QD, key_MD, visible_QM, SCALE)

@@ -74,6 +74,7 @@ def test_the_gradient_is_that_of_central_differences(float64):
     np.testing.assert_allclose(found_QM, expected_QM, rtol=1e-6, atol=1e-8)
 
 
+@pytest.mark.slow
 def test_the_order_has_no_gradient(float64):
     score_QM, closeness_QM, *rest = make_inputs()
     bar_QM = jax.grad(

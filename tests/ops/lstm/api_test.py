@@ -101,6 +101,7 @@ def value_and_grads(run, *arguments):
     return jax.jit(loss)(*arguments)
 
 
+@pytest.mark.slow
 def test_one_layer_equals_the_formulas_of_pytorch():
     inputs_SBI, (carry, *_), (weights, *_), _ = make_problem()
     chex.assert_trees_all_close(
@@ -111,6 +112,7 @@ def test_one_layer_equals_the_formulas_of_pytorch():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "dtype, tolerance, depth, unroll",
     [("float32", 1e-5, 3, 1), ("float64", 1e-10, 2, 2)],
@@ -129,6 +131,7 @@ def test_both_forms_equal_a_differentiated_scan(dtype, tolerance, depth, unroll)
             )
 
 
+@pytest.mark.slow
 def test_gradients_agree_with_finite_differences():
     with jax.enable_x64(True):
         *arguments, masks = make_problem("float64", (2, 3, 2), 4, 2)
@@ -156,6 +159,7 @@ def plain_rows(lengths, masks, inputs_SBI, carries, layers):
     return outputs_SBH, finals
 
 
+@pytest.mark.slow
 def test_padding_changes_neither_state_nor_gradient():
     *arguments, masks = make_problem(sizes=SIZES[:3], rows=2)
     lengths = (STEPS, 6)
@@ -173,6 +177,7 @@ def test_padding_changes_neither_state_nor_gradient():
         assert not np.any(input_bar_SBI[~np.asarray(valid_SB)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", EVERYWHERE)
 def test_a_row_of_padding_keeps_its_state_to_the_bit(implementation):
     inputs_SBI, carries, layers, masks = make_problem(sizes=SIZES[:3])
@@ -185,6 +190,7 @@ def test_a_row_of_padding_keeps_its_state_to_the_bit(implementation):
     assert not np.any(outputs_SBH[:, 1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", EVERYWHERE)
 def test_two_halves_equal_the_whole(implementation):
     inputs_SBI, carries, layers, masks = make_problem(sizes=SIZES[:3])
@@ -202,6 +208,7 @@ def test_two_halves_equal_the_whole(implementation):
     chex.assert_trees_all_close((halves_SBH, last), (whole_SBH, whole), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_bfloat16_products_stay_near_float32_and_keep_every_dtype():
     *arguments, masks = make_problem(sizes=SIZES[:3])
     exact, rounded = (
@@ -240,6 +247,7 @@ def test_weight_gradients_are_not_accumulated_in_the_loop(implementation):
     assert {shape[-2] for shape in results} == {ROWS}
 
 
+@pytest.mark.slow
 def test_masked_recurrent_weights_get_masked_gradients():
     inputs_SBI, (carry, *_), (weights, *_), _ = make_problem()
     mask_HG = jnp.asarray(np.arange(7 * 28).reshape(7, 28) % 3 == 0, jnp.float32)

@@ -153,6 +153,7 @@ def test_units_are_padded_to_what_warpgroups_share_evenly(units, taken):
     assert gpu.padded(12, units) == (16, taken)
 
 
+@pytest.mark.slow
 def test_the_automatic_choice_is_the_wavefront_where_no_kernel_runs():
     chosen = outputs_and_gradients("auto", "bfloat16", device=devices.A100)
     expected = outputs_and_gradients("wavefront", "bfloat16")

@@ -62,6 +62,7 @@ FIXED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head", FIXED.values(), ids=FIXED)
 def test_the_form_in_base_2_has_the_same_value_and_slope(head):
     activation = head.activation({})

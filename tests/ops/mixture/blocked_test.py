@@ -38,6 +38,7 @@ def test_normalisers_take_any_cotangent(budget):
     oracle.assert_close(run(*point), (lse_TK, bars), "float32")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [4 * ROW_BYTES + 1, 2**40])
 def test_the_scalar_loss_scales_with_its_cotangent(budget):
     problem = oracle.cast(make_problem(), jnp.float32)
@@ -50,6 +51,7 @@ def test_the_scalar_loss_scales_with_its_cotangent(budget):
     oracle.assert_close(thrice, jax.tree.map(lambda bar: -3.0 * bar, once), "float32")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["loss", "nll"])
 @pytest.mark.parametrize("name", ["mos", "moss", "plif"])
 def test_loss_and_gradient_hold_an_eighth_of_the_dense_logits(name, what, optimised):

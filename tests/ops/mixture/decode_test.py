@@ -59,6 +59,7 @@ def test_log_probs_equal_the_dense_ones(budget):
     assert np.all(np.isneginf(log_p_TV[:, VOCAB:]))
 
 
+@pytest.mark.slow
 def test_log_probs_have_the_same_gradient_by_blocks():
     bar_TV = np.random.default_rng(1).uniform(size=(TOKENS, VOCAB)).astype(np.float32)
 
@@ -104,6 +105,7 @@ def test_of_equally_probable_words_the_first_comes_first(budget, k):
     np.testing.assert_array_equal(ids_Tk, expected_TV[:, :k])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("generator", ["threefry2x32", "unsafe_rbg"])
 def test_what_is_drawn_depends_on_the_key_and_not_on_blocks(generator):
     @functools.partial(jax.jit, static_argnames="budget")
@@ -119,6 +121,7 @@ def test_what_is_drawn_depends_on_the_key_and_not_on_blocks(generator):
     assert np.any(draw(8, BUDGETS[-1]) != whole_T)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [2**18, 2**40])
 def test_words_are_drawn_as_often_as_they_are_probable(budget):
     draws, vocab = 3000, UNIT + 301
@@ -137,6 +140,7 @@ def test_words_are_drawn_as_often_as_they_are_probable(budget):
     assert abs(excess) < 4 * np.sqrt(2 * free)
 
 
+@pytest.mark.slow
 def test_rare_words_are_drawn_as_often_as_they_are_due(optimised):
     """Float32 noise must reach the 17 nats that a word of 3e-8 is behind.
 
@@ -155,6 +159,7 @@ def test_rare_words_are_drawn_as_often_as_they_are_due(optimised):
     assert abs(np.sum(words_T >= common) - due) < 2.5 * np.sqrt(due)
 
 
+@pytest.mark.slow
 def test_the_range_of_the_noise_is_not_left_to_a_setting_of_jax():
     def draw():
         return np.asarray(run(ops.sample, BUDGETS[-1], jax.random.key(2)))
@@ -167,6 +172,7 @@ def test_the_range_of_the_noise_is_not_left_to_a_setting_of_jax():
         jax.config.update("jax_high_dynamic_range_gumbel", False)
 
 
+@pytest.mark.slow
 def test_components_are_drawn_in_float32_whatever_the_prior_is(mixed_dtypes):
     # One of 2,001 components has half of the prior. Noise in bfloat16 ends at 4.9 nats:
     # the others, 7.6 nats behind, would hardly be drawn.
@@ -186,6 +192,7 @@ def test_components_are_drawn_in_float32_whatever_the_prior_is(mixed_dtypes):
     assert abs(np.sum(words_T) - draws * p) < 4 * deviation
 
 
+@pytest.mark.slow
 def test_no_word_beyond_the_vocabulary_is_drawn():
     log_prior_TK, context_TKE, table_VE, bias_V = MIXTURE
     bias_V = np.where(np.arange(ROWS) < UNIT + 2, bias_V, 50.0)
@@ -212,6 +219,7 @@ def traced(name, budget):
     return jax.jit(call).trace(*inputs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["log_probs", "top_k", "sample"])
 def test_neither_all_logits_nor_a_second_table_are_held(name, optimised):
     memory = traced(name, 2**22).lower().compile().memory_analysis()

@@ -61,6 +61,7 @@ def counted(route):
     return route._replace(first=first), calls
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("route", [PLAIN, PADDED], ids=["plain", "padded"])
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_any_padding_gives_the_same_gradient(name, route):
@@ -70,6 +71,7 @@ def test_any_padding_gives_the_same_gradient(name, route):
     oracle.assert_close(run(problem, route, activation), exact, "float32")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [128, 33])
 def test_the_bias_has_a_product_of_its_own_or_a_column(width):
     problem = make_problem(tokens=6, components=2, width=width, vocab=50)
@@ -83,6 +85,7 @@ def test_float64_is_kept(float64):
     oracle.assert_close(result, loss_and_gradient(problem, 0.0, 2.0), "float64")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [1, 2**15, 2**40])
 def test_the_guard_sees_a_reference_that_is_too_low(budget):
     problem = far_problem()
@@ -97,6 +100,7 @@ def test_the_guard_sees_a_reference_that_is_too_low(budget):
     assert redone > len(calls) >= 1
 
 
+@pytest.mark.slow
 def test_under_vmap_only_the_element_that_needs_it_is_redone():
     problems = [make_problem(**WIDE), far_problem()]
     stacked = [jnp.stack(pair) for pair in zip(*problems, strict=True)]
@@ -116,6 +120,7 @@ def test_under_vmap_only_the_element_that_needs_it_is_redone():
         oracle.assert_close(ours, loss_and_gradient(problem), "float32")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [far_problem, lambda: make_problem(**WIDE)])
 def test_a_split_vocabulary_guards_all_its_shards(make):
     problem = make()
@@ -141,6 +146,7 @@ def test_a_split_vocabulary_guards_all_its_shards(make):
     oracle.assert_close(result, loss_and_gradient(problem), "float32")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_equal_labels_are_all_counted_and_bits_repeat(dtype, mixed_dtypes, monkeypatch):
     monkeypatch.setattr(exponential, "SCATTER_TOKENS", 8)

@@ -99,6 +99,7 @@ def value_and_bars(activation, inputs, **choices):
     return run(*inputs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_normalisers_and_gradients_equal_the_oracle(name, interpreted):
     inputs = make_inputs()
@@ -106,6 +107,7 @@ def test_normalisers_and_gradients_equal_the_oracle(name, interpreted):
     oracle.assert_close(ours, dense(name, inputs), "float32")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vocab", [None, 29, 128])
 def test_blocks_of_every_axis_add_up(vocab, interpreted, small_blocks):
     # 141 rows, 331 words and a width of 37 are two, three and two blocks, none whole;
@@ -126,6 +128,7 @@ def test_logits_of_hundreds_neither_overflow_nor_vanish(low, high, interpreted):
     oracle.assert_close(ours, dense("mos", inputs), "float32")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compute", [None, jnp.bfloat16])
 def test_bfloat16_products_are_summed_in_float32(compute, interpreted, mixed_dtypes):
     inputs = oracle.cast(make_inputs(width=300), jnp.bfloat16)
@@ -145,6 +148,7 @@ def test_bfloat16_products_are_summed_in_float32(compute, interpreted, mixed_dty
         assert error < 0.01 * np.abs(theirs).max()
 
 
+@pytest.mark.slow
 def test_a_traced_theta_has_a_gradient(interpreted):
     context_TKE, table_VE, bias_V = oracle.cast(make_inputs()[:3], jnp.float32)
 
@@ -163,6 +167,7 @@ def test_a_traced_theta_has_a_gradient(interpreted):
     oracle.assert_close(ours, theirs, "float32")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batched", ["contexts", "contexts, centers"])
 def test_a_batch_is_what_its_elements_are(batched, interpreted):
     context_BTKE = jnp.stack(
@@ -184,6 +189,7 @@ def test_a_batch_is_what_its_elements_are(batched, interpreted):
     oracle.assert_close(ours, theirs, "float32")
 
 
+@pytest.mark.slow
 def test_a_table_split_over_devices_gives_loss_and_gradient(interpreted):
     # Of four shards of 10 rows the last holds one word and nine rows of padding.
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AUTO, AUTO))
