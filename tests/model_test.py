@@ -115,7 +115,7 @@ def test_padding_changes_neither_loss_nor_penalty_nor_carry_nor_gradient(backbon
         def objective(params):
             carry = model.initial_carry(ROWS)
             loss, carry = model.loss(params, batch, carry, make_key(1))
-            return loss.total / loss.count + loss.penalty, (loss, carry)
+            return loss.total / loss.tokens + loss.penalty, (loss, carry)
 
         return jax.grad(objective, has_aux=True)(params)
 
@@ -141,7 +141,7 @@ def test_rows_of_uneven_lengths_are_averaged_over_their_real_positions():
         squares += list((real_SD**2).mean(axis=1))
         steps += list((np.diff(real_SD, axis=0) ** 2).mean(axis=1))
     loss, _ = loss_of(model, params, batch)
-    assert float(loss.count) == 9
+    assert float(loss.tokens) == 9
     expected = 2 * np.mean(squares) + 3 * np.mean(steps)
     np.testing.assert_allclose(loss.penalty, expected, **CLOSE)
 
