@@ -64,7 +64,7 @@ def test_an_objective_is_the_likelihood_with_the_cache_and_the_ranking(
     assert float(loss.total) == pytest.approx(float(joined), **CLOSE)
     weight = ALPHA if objective == "histalign" else 0.0
     assert float(loss.penalty) == pytest.approx(weight * float(misranked), **CLOSE)
-    assert loss.count == batch.weights_BS.sum() and misranked > 0
+    assert loss.tokens == batch.weights_BS.sum() and misranked > 0
 
 
 def joint_brute(params, ids, window):
