@@ -1,19 +1,17 @@
 """Jobs of real processes on this machine: two of them, with two devices each."""
 
-import contextlib
 import os
 import random
 import signal
 import socket
-import subprocess
-import sys
 import time
 
 import numpy as np
 import pytest
 
-from softbottle.training import metrics
-from tests import ROOT
+from softbottle.training import loop, metrics
+from tests import commands, tiny
+from tests.configs_test import load
 
 STEPS, HEARTBEAT = 60, 10
 # A process that is left alone stops by itself within this time: a broken connection
@@ -30,6 +28,7 @@ SIZES = {
     "data.rows": 8,
     "data.length": 5,
     "data.eval_rows": 4,
+    "data.test_rows": 4,
     "data.synthetic.train_tokens": 20_000,
     "data.synthetic.eval_tokens": 500,
 }
@@ -42,51 +41,43 @@ class Job:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        environment = os.environ | {
-            "JAX_PLATFORMS": "cpu",
-            "JAX_NUM_CPU_DEVICES": str(devices),
-            "PYTHONPATH": str(ROOT),
-        }
-        command = [sys.executable, str(ROOT / "launch" / "train.py")]
-        command += [f"--config={ROOT}/configs/quickstart.py:mos", "--distributed"]
-        command += [f"--workdir={workdir}", f"--coordinator=127.0.0.1:{port}"]
-        command += [f"--processes={processes}", f"--heartbeat_seconds={HEARTBEAT}"]
-        command += [f"--config.{name}={value}" for name, value in SIZES.items()]
+        flags = ["--config=configs/quickstart.py:mos", "--distributed"]
+        flags += [f"--workdir={workdir}", f"--coordinator=127.0.0.1:{port}"]
+        flags += [f"--processes={processes}", f"--heartbeat_seconds={HEARTBEAT}"]
+        flags += [f"--config.{name}={value}" for name, value in SIZES.items()]
         self.workdir = workdir
-        self.logs = [workdir.with_suffix(f".{n}.log") for n in range(processes)]
-        self.processes = [
-            subprocess.Popen(
-                [*command, f"--process={n}"],
-                env=environment,
-                stdout=log.open("w"),
-                stderr=subprocess.STDOUT,
-            )
-            for n, log in enumerate(self.logs)
+        self.programs = [
+            commands.start("train.py", *flags, f"--process={n}", devices=devices)
+            for n in range(processes)
         ]
 
     def reach(self, step, limit=120):
         """Wait until a step's metrics are written."""
         end = time.monotonic() + limit
         while not any(line["step"] >= step for line in metrics.read(self.workdir)):
-            dead = [p.poll() for p in self.processes if p.poll() is not None]
-            assert not dead and time.monotonic() < end, self.told()
+            alive = all(program.process.is_alive() for program in self.programs)
+            assert alive and time.monotonic() < end, self.told()
             time.sleep(0.02)
+
+    def send(self, number, process):
+        """Send a signal to one of the processes."""
+        os.kill(self.programs[process].process.pid, number)
 
     def wait(self, limit):
         """The exit statuses of all processes."""
-        try:
-            return [process.wait(limit) for process in self.processes]
-        except subprocess.TimeoutExpired:
-            pytest.fail(f"a process hangs. {self.told()}")
+        statuses = [program.wait(limit) for program in self.programs]
+        assert None not in statuses, f"a process hangs. {self.told()}"
+        return statuses
 
-    def told(self):
-        return "\n".join(log.read_text()[-3000:] for log in self.logs)
+    def told(self, *processes):
+        """What the processes, or some of them, have written."""
+        chosen = [self.programs[n] for n in processes] or self.programs
+        return "\n".join(text for program in chosen for text in program.written())
 
     def close(self):
-        for process in self.processes:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            process.wait()
+        for program in self.programs:
+            program.process.kill()
+            program.wait()
 
 
 @pytest.fixture
@@ -102,25 +93,23 @@ def start(tmp_path):
         job.close()
 
 
-def losses(job):
-    lines = metrics.read(job.workdir)
-    return [line["loss"] for line in lines if "loss" in line]
+def losses(workdir):
+    return [line["loss"] for line in metrics.read(workdir) if "loss" in line]
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """The losses of a run that nobody disturbs, in one process of four devices."""
-    job = Job(tmp_path_factory.mktemp("alone") / "run", processes=1, devices=4)
-    try:
-        assert job.wait(300) == [0], job.told()
-        return losses(job)
-    finally:
-        job.close()
+    """The losses of a run that nobody disturbs, on four devices of this process."""
+    config = load("quickstart").get_config("mos")
+    fields = {name.replace(".", "__"): value for name, value in SIZES.items()}
+    workdir = tmp_path_factory.mktemp("alone")
+    loop.run(tiny.change(config, **(fields | {"mesh__data": 2})), workdir)
+    return losses(workdir)
 
 
 def check_finished(job, undisturbed):
-    assert job.wait(300) == [0] * len(job.processes), job.told()
-    found = losses(job)
+    assert job.wait(300) == [0] * len(job.programs), job.told()
+    found = losses(job.workdir)
     assert len(found) == STEPS
     np.testing.assert_allclose(found, undisturbed, rtol=1e-5)
     assert (job.workdir / "summary.json").exists()
@@ -129,40 +118,35 @@ def check_finished(job, undisturbed):
 def kill(job, victim, step):
     """Kill a process at a step; the others must stop by themselves and say why."""
     job.reach(step)
-    job.processes[victim].send_signal(signal.SIGKILL)
+    job.send(signal.SIGKILL, victim)
     statuses = job.wait(NOTICED)
     others = [n for n in range(len(statuses)) if n != victim]
     assert all(statuses[n] != 0 for n in others), statuses
     # Where a collective does not notice, jax's runtime does, in its own words.
     reasons = ("Start the job again with the same --workdir", "another task died")
-    told = job.logs[others[0]].read_text()
+    told = job.told(others[0])
     assert any(reason in told for reason in reasons), told[-3000:]
 
 
+def ask(job, process, step):
+    """Ask one process to stop at a step; all save and end, before the run does."""
+    job.reach(step)
+    job.send(signal.SIGTERM, process)
+    assert job.wait(60) == [0] * len(job.programs), job.told()
+    assert "asked to stop" in job.told(0) and len(losses(job.workdir)) < STEPS
+
+
 @pytest.mark.slow
-def test_a_killed_process_stops_the_job_which_resumes(start, undisturbed):
+def test_a_job_killed_and_preempted_goes_on_with_other_processes(start, undisturbed):
     kill(start("run"), 1, 13)
-    # The checkpoint of two processes is good for one of four devices.
-    check_finished(start("run", processes=1, devices=4), undisturbed)
-
-
-@pytest.mark.slow
-def test_a_preempted_job_saves_and_goes_on_with_other_processes(start, undisturbed):
-    job = start("run", processes=1, devices=4)
-    job.reach(7)
-    job.processes[0].send_signal(signal.SIGTERM)
-    assert job.wait(60) == [0], job.told()
-    assert "asked to stop" in job.told()
-    job = start("run")
-    job.reach(23)
+    # The checkpoint of two processes is good for one of four devices, and back.
+    ask(start("run", processes=1, devices=4), 0, 17)
     # One is asked, and both save at the same step.
-    job.processes[1].send_signal(signal.SIGTERM)
-    assert job.wait(60) == [0, 0], job.told()
-    assert "asked to stop" in job.told() and len(losses(job)) < STEPS
+    ask(start("run"), 1, 33)
     job = start("run")
     check_finished(job, undisturbed)
     # The first process alone speaks.
-    first, second = (log.read_text() for log in job.logs)
+    first, second = job.told(0), job.told(1)
     assert "test ppl" in first and "step 60" in first
     assert "test ppl" not in second and "step 60" not in second
 
@@ -176,16 +160,14 @@ def test_nothing_is_lost_whatever_dies_whenever(start, undisturbed):
     moment = random.Random(rounds)
     for _ in range(rounds):
         job = start("run")
-        done = len(losses(job))
+        done = len(losses(job.workdir))
         if done > STEPS - 15:
             break
         step, victim = done + moment.randint(1, 12), moment.randint(0, 1)
         asked = moment.random() < 0.3
         print(f"from {done}: process {victim} is", "asked" if asked else "killed", step)
         if asked:
-            job.reach(step)
-            job.processes[victim].send_signal(signal.SIGTERM)
-            assert job.wait(60) == [0, 0], job.told()
+            ask(job, victim, step)
         else:
             kill(job, victim, step)
         job.close()
