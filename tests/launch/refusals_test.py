@@ -1,6 +1,6 @@
 import pytest
 
-from tests import commands
+from tests import ROOT, commands
 
 QUICKSTART = "configs/quickstart.py"
 COMMANDS = {
@@ -43,6 +43,17 @@ def refused(answer):
     assert code == 2, errors
     (line,) = errors.splitlines()
     return line
+
+
+@pytest.mark.slow
+def test_every_program_starts_in_an_interpreter_of_its_own():
+    """Programs that are forked find modules imported, which a user's do not."""
+    started = {
+        path.name: commands.start_fresh(path.name, "--no_such_flag")
+        for path in sorted((ROOT / "launch").glob("*.py"))
+    }
+    for name, process in started.items():
+        assert "no_such_flag" in refused(commands.finish_fresh(process)), name
 
 
 REASONS = {

@@ -16,7 +16,7 @@ from tests.configs_test import load
 
 PTB = CORPORA / "ptb"
 WORDS, LINE, LINES = 13, 23, {"train": 101, "valid": 31, "test": 7}
-EPOCHS, LAYERS, DROP, WIDTHS = 9, 2, 0.5, 2
+EPOCHS, LAYERS, DROP, WIDTHS = 12, 2, 0.5, 2
 RATES = ("rows", "input", "hidden", "output", "latent", "recurrent")
 pytestmark = pytest.mark.usefixtures("quick_keys")
 
