@@ -26,8 +26,9 @@ OBJECTIVES = ("plain", "trime", "histalign")
 UNITS = ("stream", "packed", "lines", "answers")
 AVERAGING = ("none", "nt", "et", "now")
 DTYPES = ("float32", "bfloat16")
-# Version of the settings' meaning, stored with them. 0 had 0 and "" for "not set".
-FORMAT = 1
+# Version of the settings' meaning, stored with them. 0 had 0 and "" for "not set"; in 0
+# and 1 every mixture had tanh contexts.
+FORMAT = 2
 
 
 @dataclasses.dataclass
@@ -84,6 +85,9 @@ class Head(Section):
     budget_mib: int | None = positive(None)  # memory of a block of logits
     implementation: str = "auto"  # see ops/mixture/options.py
     components: int | None = positive(None)  # mos, moc, moss, gss, plif, softcap
+    context: str | None = None  # of a mixture: residual, linear or tanh
+    active: int | None = positive(None)  # mos, moss: components per token
+    classes: int | None = positive(None)  # partition
     center: float | None = None  # gss
     slope: float | None = positive(None)  # gss
     knots: int | None = positive(None)  # plif
@@ -240,6 +244,9 @@ def from_dict(values: Mapping[str, Any]) -> Config:
         sections.update(config, values, _UNSET_BEFORE if version == 0 else {})
     except AttributeError as error:
         raise ValueError(str(error)) from error
+    head = config.head
+    if version < 2 and (head.components or head.name in ("mos", "moc", "moss")):
+        head.context = "tanh"
     return config
 
 

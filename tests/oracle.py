@@ -29,11 +29,20 @@ class Case(NamedTuple):
     """A head, and how the oracle computes the same thing."""
 
     head: softbottle.Head
-    kind: str  # alone, projected, mixed or averaged
+    kind: str  # alone, projected, mixed, averaged or partitioned
     positive: Callable  # (params, z) -> f(z) > 0
     slope: Callable  # (params, z) -> g'(z), g = log f
     hidden_dim: int
-    components: int
+
+    @property
+    def context(self):
+        """The kind of a mixture's contexts."""
+        return getattr(self.head, "context", None)
+
+    @property
+    def components(self):
+        """Contexts that a latent mask has."""
+        return self.head.contexts
 
 
 class Inputs(NamedTuple):
@@ -47,27 +56,51 @@ class Inputs(NamedTuple):
     weights_T: Any
 
 
-def mixture(kind, params, hidden_TD, mask=None):
-    """Prior [T, K] and contexts [T, K, E], and both before tanh and mean."""
-    if kind in ("alone", "projected"):
-        context_TE = (
-            hidden_TD @ params["project_DE"] if kind == "projected" else hidden_TD
-        )
-        context_TKE = context_TE[:, None, :]
-        prior_TK = np.ones((len(hidden_TD), 1))
-    else:
+class Parts(NamedTuple):
+    """What a head makes of the states; words v mod N are a class of their own."""
+
+    prior_TK: np.ndarray
+    context_TNKE: np.ndarray
+    all_prior_TK: np.ndarray  # before components are averaged or left out
+    all_context_TKE: np.ndarray  # before the mask, and so on
+    bent_TKE: np.ndarray | None  # tanh(h W + b)
+    active_Tk: np.ndarray | None  # the components that are not left out
+
+
+def mixture(name, params, hidden_TD, mask=None):
+    """Prior and contexts of a case's head, and the steps to them."""
+    case, bent_TKE = CASES[name], None
+    prior_TK = np.ones((len(hidden_TD), 1))
+    if "prior_DK" in params:
         weight_TK = np.exp(hidden_TD @ params["prior_DK"])
         prior_TK = weight_TK / weight_TK.sum(axis=1, keepdims=True)
-        contexts = [
-            np.tanh(hidden_TD @ params["latent_DKE"][:, k] + bias_E[None])
-            for k, bias_E in enumerate(params["latent_bias_KE"])
-        ]
-        context_TKE = np.stack(contexts, axis=1)
+    state_TE = hidden_TD
+    if "project_DE" in params:
+        state_TE = hidden_TD @ params["project_DE"]
+    context_TKE = state_TE[:, None]
+    if "latent_DKE" in params:
+        latent_TKE = np.einsum("td,dke->tke", hidden_TD, params["latent_DKE"])
+        latent_TKE = latent_TKE + params["latent_bias_KE"]
+        bent_TKE = latent_TKE if case.context == "linear" else np.tanh(latent_TKE)
+        context_TKE = bent_TKE
+        if case.context != "tanh":
+            context_TKE = state_TE[:, None] + bent_TKE
     dropped_TKE = context_TKE if mask is None else context_TKE * mask
-    if kind != "averaged":
-        return prior_TK, dropped_TKE, prior_TK, context_TKE
-    mean_TE = (prior_TK[:, :, None] * dropped_TKE).sum(axis=1)
-    return np.ones_like(prior_TK[:, :1]), mean_TE[:, None], prior_TK, context_TKE
+    unchanged = (prior_TK, context_TKE, bent_TKE)
+    if case.kind == "averaged":
+        mean_TE = (prior_TK[:, :, None] * dropped_TKE).sum(axis=1)
+        one_T1 = np.ones_like(prior_TK[:, :1])
+        return Parts(one_T1, mean_TE[:, None, None], *unchanged, None)
+    if case.kind == "partitioned":
+        shape = (len(hidden_TD), case.head.classes, case.head.components, -1)
+        return Parts(prior_TK, dropped_TKE.reshape(shape), *unchanged, None)
+    active_Tk = None
+    if getattr(case.head, "active", None):
+        active_Tk = np.argsort(-prior_TK, axis=1)[:, : case.head.active]
+        prior_TK = np.take_along_axis(prior_TK, active_Tk, axis=1)
+        prior_TK = prior_TK / prior_TK.sum(axis=1, keepdims=True)
+        dropped_TKE = np.take_along_axis(dropped_TKE, active_Tk[:, :, None], axis=1)
+    return Parts(prior_TK, dropped_TKE[:, None], *unchanged, active_Tk)
 
 
 def sigmoid(z):
@@ -127,15 +160,22 @@ def _cases():
     bent = generalized(-1.5, 2.5)
     return {
         "softmax": (softbottle.softmax(), "alone", *plain),
-        "mos": (softbottle.mos(k), "mixed", *plain),
-        "moc": (softbottle.moc(k), "averaged", *plain),
+        "mos": (softbottle.mos(k, "tanh"), "mixed", *plain),
+        "mos_active": (softbottle.mos(k, "linear", active=2), "mixed", *plain),
+        "moc": (softbottle.moc(k, "residual"), "averaged", *plain),
+        "partition": (softbottle.partition(4), "partitioned", *plain),
+        "partition_mixed": (softbottle.partition(5, 2, "tanh"), "partitioned", *plain),
         "sigsoftmax": (softbottle.sigsoftmax(), "alone", *sig),
-        "moss": (softbottle.moss(k), "mixed", *sig),
+        "moss": (softbottle.moss(k, "residual"), "mixed", *sig),
         "gss": (softbottle.gss(-1.5, 2.5), "alone", *bent),
-        "gss_mixed": (softbottle.gss(-1.5, 2.5, k), "mixed", *bent),
+        "gss_mixed": (softbottle.gss(-1.5, 2.5, k, "linear"), "mixed", *bent),
         "plif": (softbottle.plif(EVEN_SEGMENTS, SPAN), "alone", *even),
         "plif_uneven": (softbottle.plif(UNEVEN_KNOTS), "alone", *uneven),
-        "plif_mixed": (softbottle.plif(UNEVEN_KNOTS, components=k), "mixed", *uneven),
+        "plif_mixed": (
+            softbottle.plif(UNEVEN_KNOTS, components=k, context="tanh"),
+            "mixed",
+            *uneven,
+        ),
         "lowrank": (softbottle.lowrank(CONTEXT), "projected", *plain),
         "softcap": (softbottle.softcap(4.0), "alone", *capped(4.0)),
     }
@@ -148,7 +188,6 @@ CASES = {
         positive,
         slope,
         CONTEXT if kind == "alone" else HIDDEN,
-        COMPONENTS if kind in ("mixed", "averaged") else 1,
     )
     for name, (head, kind, positive, slope) in _cases().items()
 }
@@ -159,12 +198,21 @@ FEW = ("softmax", "moss", "plif_mixed", "moc")
 
 @functools.cache
 def parameters(name, seed=0):
-    """Parameters of a head as float64 NumPy arrays, as `init` makes them."""
+    """Parameters of a head as float64 NumPy arrays, as `init` makes them.
+
+    Those that start at zero, where mistakes would not show, are random.
+    """
     case = CASES[name]
     # The same numbers whichever test asks first: draws in float64 are others.
     with jax.enable_x64(False):
         params = case.head.init(jax.random.key(seed), case.hidden_dim, CONTEXT)
-    return jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
+    rng = np.random.default_rng(seed)
+
+    def moved(leaf):
+        leaf = np.asarray(leaf, np.float64)
+        return leaf if np.any(leaf) else rng.normal(size=leaf.shape) / 2
+
+    return jax.tree.map(moved, params)
 
 
 def make_inputs(name, tokens=TOKENS, rows=VOCAB, seed=0, scale=1.0):
@@ -194,15 +242,16 @@ def cast(tree, dtype):
 
 def probabilities(name, params, table_VE, bias_V, hidden_TD, mask=None):
     """P(v) of every word, [T, V], and the parts it is made of."""
-    case = CASES[name]
-    prior_TK, context_TKE, *_ = mixture(case.kind, params, hidden_TD, mask)
-    z_TKV = context_TKE @ table_VE.T
+    case, parts = CASES[name], mixture(name, params, hidden_TD, mask)
+    prior_TK, context_TNKE = parts[:2]
+    class_V = np.arange(len(table_VE)) % context_TNKE.shape[1]
+    z_TKV = np.einsum("tvke,ve->tkv", context_TNKE[:, class_V], table_VE)
     if bias_V is not None:
         z_TKV = z_TKV + bias_V
     f_TKV = case.positive(params, z_TKV)
     component_TKV = f_TKV / f_TKV.sum(axis=2, keepdims=True)
     p_TV = (prior_TK[:, :, None] * component_TKV).sum(axis=1)
-    return p_TV, (prior_TK, context_TKE, z_TKV, component_TKV)
+    return p_TV, (parts, class_V, z_TKV, component_TKV)
 
 
 def log_probs(name, *args, **kwargs):
@@ -218,7 +267,8 @@ def gradients(name, inputs, cotangent_T, mask=None):
     """d sum_t cotangent[t] nll[t] / d (params, table, bias, hidden)."""
     case, params = CASES[name], inputs.params
     p_TV, parts = probabilities(name, *inputs[:4], mask=mask)
-    prior_TK, context_TKE, z_TKV, component_TKV = parts
+    parts, class_V, z_TKV, component_TKV = parts
+    prior_TK, context_TNKE = parts[:2]
     hit_TV = np.eye(p_TV.shape[1])[inputs.labels_T]
     label_T = (p_TV * hit_TV).sum(axis=1)
     likelihood_TK = (component_TKV * hit_TV[:, None]).sum(axis=2)
@@ -226,43 +276,61 @@ def gradients(name, inputs, cotangent_T, mask=None):
     g_bar_TKV = cotangent_T[:, None, None] * posterior_TK[:, :, None]
     g_bar_TKV = g_bar_TKV * (component_TKV - hit_TV[:, None])
     z_bar_TKV = g_bar_TKV * case.slope(params, z_TKV)
-    context_bar_TKE = z_bar_TKV @ inputs.table_VE
+    context_bar_TNKE = np.zeros_like(context_TNKE)
+    for word, row_E in enumerate(inputs.table_VE):
+        context_bar_TNKE[:, class_V[word]] += z_bar_TKV[:, :, word, None] * row_E
     prior_bar_TK = -cotangent_T[:, None] * likelihood_TK / label_T[:, None]
     bars, hidden_bar_TD = _mixture_gradients(
-        case.kind, params, inputs.hidden_TD, mask, prior_bar_TK, context_bar_TKE
+        case, params, inputs.hidden_TD, mask, parts, prior_bar_TK, context_bar_TNKE
     )
     if "slope_N" in params:
         knots = EVEN_KNOTS if name == "plif" else np.asarray(UNEVEN_KNOTS)
         each_N = np.einsum("tkv,tkvn->n", g_bar_TKV, overlaps(knots, z_TKV))
         bars["slope_N"] = each_N * sigmoid(params["slope_N"])
-    table_bar_VE = np.einsum("tkv,tke->ve", z_bar_TKV, context_TKE)
+    table_bar_VE = np.einsum("tkv,tvke->ve", z_bar_TKV, context_TNKE[:, class_V])
     return bars, table_bar_VE, z_bar_TKV.sum(axis=(0, 1)), hidden_bar_TD
 
 
-def _mixture_gradients(kind, params, hidden_TD, mask, prior_bar_TK, context_bar_TKE):
-    _, _, prior_TK, latent_TKE = mixture(kind, params, hidden_TD, mask)
+def _mixture_gradients(
+    case, params, hidden_TD, mask, parts, prior_bar_TK, context_bar_TNKE
+):
+    prior_TK, latent_TKE = parts.all_prior_TK, parts.all_context_TKE
     mask_TKE = np.broadcast_to(1.0 if mask is None else mask, latent_TKE.shape)
-    if kind == "averaged":
+    chosen_TK, context_bar_TKE = parts.prior_TK, context_bar_TNKE[:, 0]
+    if case.kind == "averaged":
         mean_bar_TE = context_bar_TKE[:, 0]
         prior_bar_TK = ((latent_TKE * mask_TKE) * mean_bar_TE[:, None]).sum(axis=2)
         context_bar_TKE = prior_TK[:, :, None] * mean_bar_TE[:, None]
+        chosen_TK = prior_TK
+    if case.kind == "partitioned":
+        context_bar_TKE = context_bar_TNKE.reshape(latent_TKE.shape)
+    mean_T1 = (chosen_TK * prior_bar_TK).sum(axis=1, keepdims=True)
+    score_bar_TK = chosen_TK * (prior_bar_TK - mean_T1)
+    if parts.active_Tk is not None:
+        place = (np.arange(len(prior_TK))[:, None], parts.active_Tk)
+        all_score_TK, all_bar_TKE = np.zeros_like(prior_TK), np.zeros_like(latent_TKE)
+        all_score_TK[place], all_bar_TKE[place] = score_bar_TK, context_bar_TKE
+        score_bar_TK, context_bar_TKE = all_score_TK, all_bar_TKE
     context_bar_TKE = context_bar_TKE * mask_TKE
-    if kind == "alone":
-        return {}, context_bar_TKE[:, 0]
-    if kind == "projected":
-        bars = {"project_DE": hidden_TD.T @ context_bar_TKE[:, 0]}
-        return bars, context_bar_TKE[:, 0] @ params["project_DE"].T
-    mean_T1 = (prior_TK * prior_bar_TK).sum(axis=1, keepdims=True)
-    score_bar_TK = prior_TK * (prior_bar_TK - mean_T1)
-    latent_bar_TKE = context_bar_TKE * (1 - latent_TKE**2)
-    bars = {
-        "prior_DK": hidden_TD.T @ score_bar_TK,
-        "latent_DKE": np.einsum("td,tke->dke", hidden_TD, latent_bar_TKE),
-        "latent_bias_KE": latent_bar_TKE.sum(axis=0),
-    }
-    hidden_bar_TD = score_bar_TK @ params["prior_DK"].T
-    hidden_bar_TD += np.einsum("tke,dke->td", latent_bar_TKE, params["latent_DKE"])
-    return bars, hidden_bar_TD
+    bars, hidden_bar_TD = {}, np.zeros_like(hidden_TD)
+    if "prior_DK" in params:
+        bars["prior_DK"] = hidden_TD.T @ score_bar_TK
+        hidden_bar_TD = hidden_bar_TD + score_bar_TK @ params["prior_DK"].T
+    if parts.bent_TKE is not None:
+        slope_TKE = 1 if case.context == "linear" else 1 - parts.bent_TKE**2
+        bent_bar_TKE = context_bar_TKE * slope_TKE
+        bars["latent_DKE"] = np.einsum("td,tke->dke", hidden_TD, bent_bar_TKE)
+        bars["latent_bias_KE"] = bent_bar_TKE.sum(axis=0)
+        hidden_bar_TD = hidden_bar_TD + np.einsum(
+            "tke,dke->td", bent_bar_TKE, params["latent_DKE"]
+        )
+    if case.context == "tanh":
+        return bars, hidden_bar_TD
+    state_bar_TE = context_bar_TKE.sum(axis=1)
+    if "project_DE" in params:
+        bars["project_DE"] = hidden_TD.T @ state_bar_TE
+        state_bar_TE = state_bar_TE @ params["project_DE"].T
+    return bars, hidden_bar_TD + state_bar_TE
 
 
 def assert_close(actual, expected, dtype, message=""):

@@ -10,6 +10,7 @@ from softbottle.heads.cache import history as history
 from softbottle.heads.lowrank import lowrank as lowrank
 from softbottle.heads.moc import moc as moc
 from softbottle.heads.mos import mos as mos
+from softbottle.heads.partition import partition as partition
 from softbottle.heads.plif import plif as plif
 from softbottle.heads.sigsoftmax import gss as gss
 from softbottle.heads.sigsoftmax import moss as moss

@@ -11,16 +11,17 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from softbottle.heads import base, mos
+from softbottle.heads import base, contexts, mos
 from softbottle.heads.base import Mixture, Params
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class MixtureOfContexts(mos.MixtureOfSoftmaxes):
+class MixtureOfContexts(mos.Mixed):
     """A softmax of the prior-weighted mean of `components` contexts.
 
     Attributes:
         components: K.
+        context: how the contexts are made, one of contexts.KINDS.
     """
 
     name: ClassVar[str] = "moc"
@@ -34,15 +35,20 @@ class MixtureOfContexts(mos.MixtureOfSoftmaxes):
         self, params: Params, hidden_TD: jax.Array, latent_mask: jax.Array | None = None
     ) -> Mixture:
         """The mean of the contexts as the only one; see `Head.mix`."""
-        log_prior_TK, context_TKE = mos.mix_latent(params, hidden_TD, latent_mask)
+        log_prior_TK, context_TKE = super().mix(params, hidden_TD, latent_mask)
         prior_TK = jnp.exp(log_prior_TK).astype(context_TKE.dtype)
         return base.single(jnp.einsum("tk,tke->te", prior_TK, context_TKE), None)
 
 
-def moc(components: int) -> MixtureOfContexts:
+def moc(components: int, context: str = contexts.DEFAULT) -> MixtureOfContexts:
     """A softmax of the prior-weighted mean of `components` contexts.
 
+    Args:
+        components: K.
+        context: as of `mos`.
+
     Raises:
-        ValueError: if `components` is not a positive integer.
+        ValueError: if `components` is not a positive integer, or there is no such kind
+            of context.
     """
-    return MixtureOfContexts(components)
+    return MixtureOfContexts(components, context)

@@ -1,8 +1,11 @@
 """Mixture of Softmaxes: P(v) = sum_k prior_k softmax_v(context_k . w_v + b_v).
 
-Each component sees its own context tanh(W_k h + b_k) and the mixture weights are
+Each component sees a context of its own (contexts.py) and the mixture weights are
 softmax(U h). The log-probabilities are a log-sum-exp of K rank-d matrices, and a
 log-sum-exp of low-rank matrices is not low-rank.
+
+With `active` = k, a token meets the table with k of its K contexts. All K are made,
+which is cheap: D E multiplications each, against E V for a product with the table.
 """
 
 import dataclasses
@@ -11,25 +14,27 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from softbottle.heads import base
+from softbottle.heads import base, contexts
 from softbottle.heads.base import Mixture, Params
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class MixtureOfSoftmaxes(base.Head):
-    """A mixture of `components` softmaxes over one shared vocabulary table.
+class Mixed(base.Head):
+    """A head whose contexts are projections of the state, mixed by a learned prior.
 
     Attributes:
-        components: K; 1 gives an ordinary softmax with a tanh projection.
+        components: K.
+        context: how the contexts are made, one of contexts.KINDS.
     """
 
-    name: ClassVar[str] = "mos"
     components: int = 1
+    context: str = contexts.DEFAULT
 
     def __post_init__(self) -> None:
         """Check the settings."""
         components = base.positive_integer("components", self.components)
         object.__setattr__(self, "components", components)
+        contexts.check(self.context)
 
     @property
     def contexts(self) -> int:
@@ -42,26 +47,78 @@ class MixtureOfSoftmaxes(base.Head):
         return True
 
     def init(self, key: jax.Array, hidden_dim: int, context_dim: int) -> Params:
-        """`prior_DK`, `latent_DKE` and `latent_bias_KE`; see `Head.init`."""
-        return init_latent(key, self.components, hidden_dim, context_dim)
+        """`prior_DK` and the contexts' parameters; see `Head.init`."""
+        return init_latent(key, self.context, self.components, hidden_dim, context_dim)
 
     def mix(
         self, params: Params, hidden_TD: jax.Array, latent_mask: jax.Array | None = None
     ) -> Mixture:
-        """log softmax(h U) and tanh(h W_k + b_k); see `Head.mix`."""
-        return mix_latent(params, hidden_TD, latent_mask)
+        """log softmax(h U) and the contexts; see `Head.mix`."""
+        return mix_latent(self.context, params, hidden_TD, latent_mask)
 
 
-def mos(components: int) -> MixtureOfSoftmaxes:
+@dataclasses.dataclass(frozen=True, repr=False)
+class MixtureOfSoftmaxes(Mixed):
+    """A mixture of `components` softmaxes over one shared vocabulary table.
+
+    Attributes:
+        components: K; 1 gives an ordinary softmax of one context.
+        context: how the contexts are made, one of contexts.KINDS.
+        active: k, components that a token meets the table with: those of largest prior,
+            which is normalized over them. None is all. The parameters are the same for
+            every k, so that a model may be trained with one and evaluated with another.
+    """
+
+    name: ClassVar[str] = "mos"
+    active: int | None = dataclasses.field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        """Check the settings."""
+        super().__post_init__()
+        if self.active is None:
+            return
+        active = base.positive_integer("active", self.active)
+        if active > self.components:
+            raise ValueError(
+                f"active must be at most components={self.components}, got {active}."
+            )
+        object.__setattr__(self, "active", active)
+
+    @property
+    def products(self) -> int:
+        """One for each component that is active."""
+        return self.active or self.components
+
+    def mix(
+        self, params: Params, hidden_TD: jax.Array, latent_mask: jax.Array | None = None
+    ) -> Mixture:
+        """log softmax(h U) and the contexts, of the active ones; see `Head.mix`."""
+        mixture = super().mix(params, hidden_TD, latent_mask)
+        if self.active is None:
+            return mixture
+        log_prior_Tk, place_Tk = jax.lax.top_k(mixture.log_prior_TK, self.active)
+        context_TkE = jnp.take_along_axis(
+            mixture.context_TKE, place_Tk[:, :, None], axis=1
+        )
+        return Mixture(jax.nn.log_softmax(log_prior_Tk), context_TkE)
+
+
+def mos(
+    components: int, context: str = contexts.DEFAULT, *, active: int | None = None
+) -> MixtureOfSoftmaxes:
     """A mixture of `components` softmaxes over one shared vocabulary table.
 
     Args:
-        components: K; 1 gives an ordinary softmax with a tanh projection.
+        components: K; 1 gives an ordinary softmax of one context.
+        context: "residual", h P + tanh(h W_k + b_k); "linear", h P + h W_k + b_k; or
+            "tanh", tanh(h W_k + b_k), as the paper has it.
+        active: k, components that a token meets the table with; None is all.
 
     Raises:
-        ValueError: if `components` is not a positive integer.
+        ValueError: if `components` is not a positive integer, `active` not one of at
+            most `components`, or there is no such kind of context.
     """
-    return MixtureOfSoftmaxes(components)
+    return MixtureOfSoftmaxes(components, context, active=active)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -71,15 +128,26 @@ class PlainOrMixed(base.Head):
     Attributes:
         components: K of a mixture with the projections of a mixture of softmaxes; None
             for a single component that reads the hidden state as its context.
+        context: how a mixture's contexts are made, one of contexts.KINDS; None is
+            contexts.DEFAULT, and all that a single component takes.
     """
 
     components: int | None = dataclasses.field(default=None, kw_only=True)
+    context: str | None = dataclasses.field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         """Check the settings."""
-        if self.components is not None:
-            components = base.positive_integer("components", self.components)
-            object.__setattr__(self, "components", components)
+        if self.components is None:
+            if self.context is not None:
+                raise ValueError(
+                    f"context={self.context!r} is a mixture's, which components makes "
+                    "of it."
+                )
+            return
+        components = base.positive_integer("components", self.components)
+        object.__setattr__(self, "components", components)
+        object.__setattr__(self, "context", self.context or contexts.DEFAULT)
+        contexts.check(self.context)
 
     @property
     def contexts(self) -> int:
@@ -96,7 +164,7 @@ class PlainOrMixed(base.Head):
         self.check_widths(hidden_dim, context_dim)
         if self.components is None:
             return {}
-        return init_latent(key, self.components, hidden_dim, context_dim)
+        return init_latent(key, self.context, self.components, hidden_dim, context_dim)
 
     def mix(
         self, params: Params, hidden_TD: jax.Array, latent_mask: jax.Array | None = None
@@ -104,26 +172,32 @@ class PlainOrMixed(base.Head):
         """As a mixture of softmaxes, or the state itself; see `Head.mix`."""
         if self.components is None:
             return base.single(hidden_TD, latent_mask)
-        return mix_latent(params, hidden_TD, latent_mask)
+        return mix_latent(self.context, params, hidden_TD, latent_mask)
 
 
 def init_latent(
-    key: jax.Array, components: int, hidden_dim: int, context_dim: int
+    key: jax.Array, kind: str, components: int, hidden_dim: int, context_dim: int
 ) -> Params:
-    """Parameters of the prior and of the contexts, started as PyTorch's Linear."""
-    prior_key, latent_key, bias_key = jax.random.split(key, 3)
-    latent_shape = (hidden_dim, components, context_dim)
-    return {
-        "prior_DK": base.uniform(prior_key, (hidden_dim, components), hidden_dim),
-        "latent_DKE": base.uniform(latent_key, latent_shape, hidden_dim),
-        "latent_bias_KE": base.uniform(bias_key, latent_shape[1:], hidden_dim),
-    }
+    """Parameters of the prior, started as PyTorch's Linear, and of the contexts."""
+    prior_key, *latent_keys = jax.random.split(key, 3)
+    prior_DK = base.uniform(prior_key, (hidden_dim, components), hidden_dim)
+    latent = contexts.init(kind, latent_keys, components, hidden_dim, context_dim)
+    return {"prior_DK": prior_DK, **latent}
 
 
 def mix_latent(
-    params: Params, hidden_TD: jax.Array, latent_mask: jax.Array | None = None
+    kind: str,
+    params: Params,
+    hidden_TD: jax.Array,
+    latent_mask: jax.Array | None = None,
 ) -> Mixture:
-    """log softmax(h U) and tanh(h W_k + b_k), the latter masked after the tanh."""
+    """log softmax(h U) and the contexts, the latter masked last."""
+    context_TKE = contexts.make(kind, params, hidden_TD)
+    return Mixture(log_prior(params, hidden_TD), base.masked(context_TKE, latent_mask))
+
+
+def log_prior(params: Params, hidden_TD: jax.Array) -> jax.Array:
+    """log softmax(h U), float32 or better, [T, K]."""
     wide = jnp.promote_types(hidden_TD.dtype, jnp.float32)
     prior_TK = jnp.einsum(
         "td,dk->tk",
@@ -131,9 +205,4 @@ def mix_latent(
         params["prior_DK"].astype(hidden_TD.dtype),
         preferred_element_type=wide,
     )
-    latent_TKE = jnp.einsum(
-        "td,dke->tke", hidden_TD, params["latent_DKE"].astype(hidden_TD.dtype)
-    )
-    bias_KE = params["latent_bias_KE"].astype(hidden_TD.dtype)
-    context_TKE = jnp.tanh(latent_TKE + bias_KE[None])
-    return Mixture(jax.nn.log_softmax(prior_TK), base.masked(context_TKE, latent_mask))
+    return jax.nn.log_softmax(prior_TK)

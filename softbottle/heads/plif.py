@@ -32,6 +32,7 @@ class PiecewiseLinear(PlainOrMixed):
             positions of the knots themselves.
         span: read only when `knots` is a number.
         components: K of a mixture; None for a single component without projection.
+        context: how a mixture's contexts are made, one of contexts.KINDS.
     """
 
     name: ClassVar[str] = "plif"
@@ -74,7 +75,10 @@ class PiecewiseLinear(PlainOrMixed):
 
 
 def plif(
-    knots: int | Sequence[float], span: float = 20.0, components: int | None = None
+    knots: int | Sequence[float],
+    span: float = 20.0,
+    components: int | None = None,
+    context: str | None = None,
 ) -> PiecewiseLinear:
     """A learned piecewise-linear log-activation, plain or mixed.
 
@@ -83,12 +87,13 @@ def plif(
             positions of the knots themselves.
         span: read only when `knots` is a number.
         components: K of a mixture; None for a single component without projection.
+        context: of a mixture, as of `mos`.
 
     Raises:
-        ValueError: if the knots are fewer than two, not finite or out of order, or if
-            `span` or `components` is not positive.
+        ValueError: if the knots are fewer than two, not finite or out of order, if
+            `span` or `components` is not positive, or there is no such kind of context.
     """
-    return PiecewiseLinear(knots, span, components=components)
+    return PiecewiseLinear(knots, span, components=components, context=context)
 
 
 def _check_positions(knots):

@@ -12,7 +12,7 @@ import dataclasses
 import math
 from typing import ClassVar
 
-from softbottle.heads import base
+from softbottle.heads import base, contexts
 from softbottle.heads.mos import MixtureOfSoftmaxes, PlainOrMixed
 from softbottle.heads.softmax import Single
 from softbottle.ops.mixture.activations import (
@@ -43,6 +43,8 @@ class MixtureOfSigsoftmaxes(MixtureOfSoftmaxes):
 
     Attributes:
         components: K.
+        context: how the contexts are made, one of contexts.KINDS.
+        active: components that a token meets the table with; None is all.
     """
 
     name: ClassVar[str] = "moss"
@@ -57,6 +59,7 @@ class GeneralizedSigsoftmax(PlainOrMixed):
         center: where g bends.
         slope: of g far below the center; it is 1 far above, for every slope.
         components: K of a mixture; None for a single component without projection.
+        context: how a mixture's contexts are made, one of contexts.KINDS.
     """
 
     name: ClassVar[str] = "gss"
@@ -87,17 +90,18 @@ def sigsoftmax() -> Sigsoftmax:
     return Sigsoftmax()
 
 
-def moss(components: int) -> MixtureOfSigsoftmaxes:
-    """A mixture of `components` sigsoftmaxes.
-
-    Raises:
-        ValueError: if `components` is not a positive integer.
-    """
-    return MixtureOfSigsoftmaxes(components)
+def moss(
+    components: int, context: str = contexts.DEFAULT, *, active: int | None = None
+) -> MixtureOfSigsoftmaxes:
+    """A mixture of `components` sigsoftmaxes; arguments and errors as of `mos`."""
+    return MixtureOfSigsoftmaxes(components, context, active=active)
 
 
 def gss(
-    center: float, slope: float, components: int | None = None
+    center: float,
+    slope: float,
+    components: int | None = None,
+    context: str | None = None,
 ) -> GeneralizedSigsoftmax:
     """Generalized sigsoftmax, plain or, with `components`, mixed.
 
@@ -105,9 +109,10 @@ def gss(
         center: where g bends.
         slope: of g far below the center; it is 1 far above, for every slope.
         components: K of a mixture; None for a single component without projection.
+        context: of a mixture, as of `mos`.
 
     Raises:
-        ValueError: if the slope is not positive (g would not be increasing), or
-            `components` is not a positive integer.
+        ValueError: if the slope is not positive (g would not be increasing),
+            `components` is not a positive integer, or there is no such kind of context.
     """
-    return GeneralizedSigsoftmax(center, slope, components=components)
+    return GeneralizedSigsoftmax(center, slope, components=components, context=context)

@@ -22,6 +22,7 @@ class Softcap(PlainOrMixed):
     Attributes:
         cap: the largest logit.
         components: K of a mixture; None for a single component without projection.
+        context: how a mixture's contexts are made, one of contexts.KINDS.
     """
 
     name: ClassVar[str] = "softcap"
@@ -40,18 +41,21 @@ class Softcap(PlainOrMixed):
         return Activation(_capped, (self.cap,), base2=_capped_base2)
 
 
-def softcap(cap: float, components: int | None = None) -> Softcap:
+def softcap(
+    cap: float, components: int | None = None, context: str | None = None
+) -> Softcap:
     """A softmax of the logits cap tanh(z / cap), plain or, with `components`, mixed.
 
     Args:
         cap: the largest logit; Gemma 2 has 30.
         components: K of a mixture; None for a single component without projection.
+        context: of a mixture, as of `mos`.
 
     Raises:
-        ValueError: if `cap` is not positive and finite, or `components` is not a
-            positive integer.
+        ValueError: if `cap` is not positive and finite, `components` is not a positive
+            integer, or there is no such kind of context.
     """
-    return Softcap(cap, components=components)
+    return Softcap(cap, components=components, context=context)
 
 
 def _capped(theta, z):

@@ -11,6 +11,7 @@ from softbottle.heads.base import Head
 from softbottle.heads.lowrank import LowRank
 from softbottle.heads.moc import MixtureOfContexts
 from softbottle.heads.mos import MixtureOfSoftmaxes
+from softbottle.heads.partition import Partition
 from softbottle.heads.plif import PiecewiseLinear
 from softbottle.heads.sigsoftmax import (
     GeneralizedSigsoftmax,
@@ -32,6 +33,7 @@ HEADS: dict[str, type[Head]] = {
         PiecewiseLinear,
         LowRank,
         Softcap,
+        Partition,
     )
 }
 

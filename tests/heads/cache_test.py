@@ -51,7 +51,8 @@ def brute(name, params, table_VE, bias_V, hidden_BSD):
     case = oracle.CASES[name]
     p_BSV = np.zeros((ROWS, POSITIONS, VOCAB))
     for row in range(ROWS):
-        prior_SK, context_SKE, *_ = oracle.mixture(case.kind, params, hidden_BSD[row])
+        parts = oracle.mixture(name, params, hidden_BSD[row])
+        prior_SK, context_SKE = parts.prior_TK, parts.context_TNKE[:, 0]
         f_SKV = case.positive(params, context_SKE @ table_VE.T + bias_V)
         for now in range(POSITIONS):
             mass_V = np.zeros(VOCAB)

@@ -19,7 +19,7 @@ import importlib
 
 import jax
 
-from softbottle.ops.mixture import decode, likelihood, shards
+from softbottle.ops.mixture import classes, decode, likelihood, shards
 from softbottle.ops.mixture.activations import SOFTMAX, Activation
 from softbottle.ops.mixture.arrays import (
     Mixture,
@@ -156,7 +156,7 @@ def _implementation(options: Options, context_TKE: Shaped) -> Implementation:
 
 def _lse(context_TKE, vocabulary, activation, options):
     chosen = _implementation(options, context_TKE)
-    local_TK = chosen.lse(context_TKE, vocabulary, activation, options)
+    local_TK = classes.lse(chosen.lse, context_TKE, vocabulary, activation, options)
     return shards.joint_lse(local_TK, options)
 
 
@@ -184,11 +184,12 @@ def _check(context_TKE, vocabulary, options):
     """Check the arrays that every operation shares."""
     table_VE, bias_V = vocabulary
     check_range(context_TKE=context_TKE, table_VE=table_VE, bias_V=bias_V)
-    for name, array, rank in (
-        ("context_TKE", context_TKE, 3),
-        ("table_VE", table_VE, 2),
-        ("bias_V", bias_V, 1),
-    ):
+    if context_TKE.ndim not in (3, 4):
+        raise ValueError(
+            "context_TKE must have 3 axes, or 4 with words in classes, got the shape "
+            f"{context_TKE.shape}."
+        )
+    for name, array, rank in (("table_VE", table_VE, 2), ("bias_V", bias_V, 1)):
         if array.ndim != rank:
             raise ValueError(
                 f"{name} must have {rank} axes, got the shape {array.shape}."
@@ -203,11 +204,12 @@ def _check(context_TKE, vocabulary, options):
         raise ValueError(f"bias_V has {bias_V.shape[0]} entries for {rows} rows.")
     if options.vocab_axis is None and options.vocab and options.vocab > rows:
         raise ValueError(f"vocab={options.vocab} exceeds the table's {rows} rows.")
+    classes.check(context_TKE, table_VE, options)
 
 
 def _check_tokens(context_TKE, **arrays):
     check_range(log_prior_TK=arrays.get("log_prior_TK"))
-    tokens, components = context_TKE.shape[:2]
+    tokens, components = context_TKE.shape[0], context_TKE.shape[-2]
     for name, array in arrays.items():
         expected = (tokens, components) if name.endswith("TK") else (tokens,)
         if array.shape != expected:

@@ -9,7 +9,11 @@ Tree = TypeVar("Tree")
 
 
 class Mixture(NamedTuple):
-    """Mixture weights and component contexts of every token."""
+    """Mixture weights and component contexts of every token.
+
+    Words may be in classes, word v in class v mod N, each with contexts of its own:
+    then there is an axis more, [T, N, K, E]. classes.py has the rest of it.
+    """
 
     log_prior_TK: jax.Array
     context_TKE: jax.Array

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from softbottle.ops.mixture import likelihood, shards
+from softbottle.ops.mixture import classes, likelihood, shards
 from softbottle.ops.mixture.activations import Activation
 from softbottle.ops.mixture.arrays import Mixture, Vocabulary
 from softbottle.ops.mixture.options import Options, sum_dtype
@@ -115,7 +115,8 @@ def sample(
     prior_key, word_key = jax.random.split(key)
     log_prior_TK = log_prior_TK.astype(sum_dtype(log_prior_TK))
     component_T = jax.random.categorical(prior_key, log_prior_TK, mode="high")
-    context_T1E = jnp.take_along_axis(context_TKE, component_T[:, None, None], axis=1)
+    at = component_T.reshape(-1, *(1,) * (context_TKE.ndim - 1))
+    context_T1E = jnp.take_along_axis(context_TKE, at, axis=-2)
     # A score's noise is made of two random numbers.
     chunks, size = _blocks(context_T1E, vocabulary, options, UNIT, arrays=3)
     # Other generators draw for a batch of keys what depends on the whole batch.
@@ -195,9 +196,24 @@ def _log_p(mixture, lse_CK, words, activation, options):
 
 
 def _scores(context_CKE, words, activation, options):
-    z_CKW = likelihood.logits(context_CKE, words.local, options)
+    z_CKW = _logits(context_CKE, words, options)
     g_CKW = activation.apply(activation.theta, z_CKW)
     return jnp.where(words.live_W[None, None], g_CKW, -jnp.inf)
+
+
+def _logits(context_CKE, words, options):
+    count = classes.count(context_CKE)
+    if count == 1:
+        return likelihood.logits(
+            context_CKE.reshape(len(context_CKE), *context_CKE.shape[-2:]),
+            words.local,
+            options,
+        )
+    # Beginning with the class of the block's first word, so that they come in order.
+    context_CNKE = jnp.roll(context_CKE, -(words.start % count), axis=1)
+    by_class = classes.of(context_CNKE, words.local, options)
+    each = [jnp.moveaxis(likelihood.logits(*one), 2, 0) for one in by_class]
+    return jnp.moveaxis(classes.joined(each), 0, 2)
 
 
 def _blocks(context_TKE, vocabulary, options, least, arrays=1):
@@ -206,7 +222,7 @@ def _blocks(context_TKE, vocabulary, options, least, arrays=1):
     `arrays` of a block's size are held at once.
     """
     table_VE = vocabulary.table_VE
-    (tokens, components, _), rows = context_TKE.shape, table_VE.shape[0]
+    (tokens, *_, components, _), rows = context_TKE.shape, table_VE.shape[0]
     itemsize = sum_dtype(context_TKE, table_VE).itemsize
     cells = options.block_bytes // (arrays * components * itemsize)
     if tokens * rows <= cells:

@@ -25,6 +25,9 @@ far below the truth (`FAR` nats), the chunk's first product is done again with r
 lse, from a pass over the normalizers. The table is padded to sizes that matrix units
 like, its padding never enters a sum, and the same inputs give the same bits.
 
+Words in classes (classes.py) have three products for each class, on its own words and
+contexts, under one reference and one normalizer.
+
 Axes: P words; Q, F and M the width, padded for the first, second and third product.
 """
 
@@ -36,7 +39,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from softbottle.ops.mixture import likelihood, shards
+from softbottle.ops.mixture import classes, likelihood, shards
 from softbottle.ops.mixture.activations import DEAD, Activation
 from softbottle.ops.mixture.arrays import Mixture, Targets, Vocabulary
 from softbottle.ops.mixture.options import (
@@ -90,8 +93,9 @@ def loss(
 
 def chunks(route: Route, context_TKE: Any, table_VE: Any, options: Options) -> int:
     """How many chunks of tokens there are; of the arrays only shapes are read."""
-    tokens, components = context_TKE.shape[:2]
-    words = _round_up(table_VE.shape[0], route.multiples[1])
+    tokens, components = context_TKE.shape[0], context_TKE.shape[-2]
+    count = classes.count(context_TKE)
+    words = count * _round_up(-(-table_VE.shape[0] // count), route.multiples[1])
     row_bytes = words * product_dtype(options, context_TKE, table_VE).itemsize
     return chunk_count(tokens, components * row_bytes, options.loss_bytes(row_bytes))
 
@@ -105,7 +109,10 @@ def _loss(route, activation, options, mixture, vocabulary, targets):
 
 def _loss_forward(route, activation, options, mixture, vocabulary, targets):
     context_TKE, table_VE = mixture.context_TKE, vocabulary.table_VE
-    padded = _pad(route, context_TKE, vocabulary, options)
+    parts = classes.of(context_TKE, vocabulary, options)
+    padded = tuple(_pad(route, *part, max(1, SAMPLE // len(parts))) for part in parts)
+    dtype = padded[0].local.table_VE.dtype
+    whole = Vocabulary(table_VE.astype(dtype), vocabulary.bias_V)
 
     # Under `vmap` one element after the other: a batched guard would take both ways.
     one_chunk = jax.custom_batching.sequential_vmap(
@@ -113,9 +120,11 @@ def _loss_forward(route, activation, options, mixture, vocabulary, targets):
     )
 
     def chunk(sums, tokens):
-        return one_chunk(padded, sums, *tokens)
+        return one_chunk(whole, padded, sums, *tokens)
 
-    sums = _zero_sums(route, context_TKE, len(padded.table_PQ), table_VE)
+    sums = tuple(
+        _zero_sums(route, context_TKE, len(part.table_PQ), table_VE) for part in padded
+    )
     sums, by_token = likelihood.over_chunks(
         chunk, sums, (mixture, targets), chunks(route, context_TKE, table_VE, options)
     )
@@ -126,7 +135,7 @@ def _loss_forward(route, activation, options, mixture, vocabulary, targets):
             -weight_TK.astype(mixture.log_prior_TK.dtype),
             context_bar_TKE.astype(context_TKE.dtype),
         ),
-        _vocabulary_bar(sums, vocabulary),
+        _vocabulary_bar(sums, padded, vocabulary),
         Targets(None, nll_T),
     )
     return likelihood.weighted(targets.weights_T, nll_T), bars
@@ -141,7 +150,7 @@ _loss.defvjp(_loss_forward, _loss_backward)
 
 
 class _Padded(NamedTuple):
-    """The table in the products' dtype and in their widths, and what goes with it."""
+    """A class's words in the products' dtype and widths, and what goes with them."""
 
     local: Vocabulary  # without padding, for the label's rows and the safe path
     table_PQ: jax.Array
@@ -151,7 +160,7 @@ class _Padded(NamedTuple):
     sample_bias_W: jax.Array
 
 
-def _pad(route, context_TKE, vocabulary, options):
+def _pad(route, context_TKE, vocabulary, options, sample):
     table_VE, bias_V = vocabulary
     rows = len(table_VE)
     wide = sum_dtype(context_TKE, table_VE)
@@ -159,7 +168,7 @@ def _pad(route, context_TKE, vocabulary, options):
     live_V = shards.live_rows(rows, options)
     masked_V = jnp.where(live_V, bias_V.astype(wide), DEAD)
     # Strided, because words are usually sorted by frequency.
-    stride = -(-rows // SAMPLE)
+    stride = -(-rows // sample)
     more = (0, _round_up(rows, route.multiples[1]) - rows)
     table_PE = jnp.pad(cast_VE, (more, (0, 0)))
     return _Padded(
@@ -185,15 +194,17 @@ class _Sums(NamedTuple):
     bias_P: jax.Array | None
 
 
-def _vocabulary_bar(sums, vocabulary):
+def _vocabulary_bar(sums, padded, vocabulary):
     """The gradients of table and bias, without padding and in their dtypes."""
     table_VE, bias_V = vocabulary
-    rows, width = table_VE.shape
-    bias_P = sums.table_PM[:, width] if sums.bias_P is None else sums.bias_P
-    return Vocabulary(
-        sums.table_PM[:rows, :width].astype(table_VE.dtype),
-        bias_P[:rows].astype(bias_V.dtype),
-    )
+    width = table_VE.shape[1]
+    tables, biases = [], []
+    for own, part in zip(sums, padded, strict=True):
+        rows = len(part.local.table_VE)
+        bias_P = own.table_PM[:, width] if own.bias_P is None else own.bias_P
+        tables.append(own.table_PM[:rows, :width].astype(table_VE.dtype))
+        biases.append(bias_P[:rows].astype(bias_V.dtype))
+    return Vocabulary(classes.joined(tables), classes.joined(biases))
 
 
 def _zero_sums(route, context_TKE, words, table_VE):
@@ -208,16 +219,17 @@ def _zero_sums(route, context_TKE, words, table_VE):
     return shards.vary_over(axes, zeros)[0]
 
 
-def _chunk(route, activation, options, padded, sums, mixture, targets):
+def _chunk(route, activation, options, whole, padded, sums, mixture, targets):
     """Add a chunk's part of the table's gradient; return the rest of its results."""
     (log_prior_CK, context_CKE), (labels_C, weights_C) = mixture, targets
-    local_VE = padded.local.table_VE
-    cast_CKE = context_CKE.astype(local_VE.dtype)
+    cast_CKE = context_CKE.astype(whole.table_VE.dtype)
+    own_CKE = classes.of_label(cast_CKE, labels_C)
     score_CK, slope_CK = likelihood.target_score_and_slope(
-        cast_CKE, padded.local, labels_C, activation, options
+        own_CKE, whole, labels_C, activation, options
     )
-    e_RP, total_CK, ref_CK = _exponentials(
-        route, activation, options, padded, cast_CKE, score_CK
+    by_class = _each(cast_CKE)
+    es, total_CK, ref_CK = _exponentials(
+        route, activation, options, padded, by_class, score_CK
     )
     lse_CK = shards.joint_lse(ref_CK + jnp.log(total_CK), options)
     nll_C = likelihood.nll(log_prior_CK, score_CK, lse_CK)
@@ -225,105 +237,169 @@ def _chunk(route, activation, options, padded, sums, mixture, targets):
     weight_CK = weights_C[:, None] * posterior_CK
     scale_CK = weight_CK * jnp.exp(ref_CK - lse_CK)
 
-    label_C, owned_C = shards.local_labels(labels_C, len(local_VE), options)
+    label_C, owned_C = shards.local_labels(labels_C, len(whole.table_VE), options)
     here_CK = owned_C[:, None] & (weight_CK != 0)
-    rows = jnp.arange(ref_CK.size).reshape(ref_CK.shape)
-    stored_CK = e_RP[rows, jnp.broadcast_to(label_C[:, None], ref_CK.shape)]
-    stored_CK = jnp.where(here_CK, stored_CK.astype(ref_CK.dtype), 0.0)
+    stored_CK = jnp.where(here_CK, _stored(es, label_C, ref_CK), 0.0)
     delta_CK = scale_CK * jnp.exp(score_CK - ref_CK) * slope_CK - weight_CK * slope_CK
     delta_CK = jnp.where(here_CK, delta_CK, 0.0)
 
-    product_RF = product(e_RP, padded.table_PF, (1, 0), ref_CK.dtype)
-    product_RE = product_RF[: ref_CK.size, : context_CKE.shape[2]]
-    product_CKE = product_RE.reshape(context_CKE.shape)
-    label_row_CE = local_VE[label_C].astype(ref_CK.dtype)
+    products = [
+        _second_product(e_RP, part, cast, ref_CK)
+        for e_RP, part, cast in zip(es, padded, by_class, strict=True)
+    ]
+    label_row_CE = whole.table_VE[label_C].astype(ref_CK.dtype)
     of_label_CK = delta_CK - scale_CK * stored_CK
-    context_bar_CKE = scale_CK[:, :, None] * product_CKE
-    context_bar_CKE += of_label_CK[:, :, None] * label_row_CE[:, None]
+    bars = [scale_CK[:, :, None] * product_CKE for product_CKE in products]
+    for n, in_class_C1 in enumerate(_memberships(label_C, len(bars))):
+        part_CK = jnp.where(in_class_C1, of_label_CK, 0.0)
+        bars[n] += part_CK[:, :, None] * label_row_CE[:, None]
+    context_bar_CKE = bars[0] if len(bars) == 1 else jnp.stack(bars, axis=1)
     factors = (scale_CK, stored_CK, delta_CK)
-    sums = _add_to_table(sums, e_RP, cast_CKE, factors, label_C, owned_C)
-    return sums, (context_bar_CKE, nll_C, weight_CK)
+    sums = _add_to_table(sums, es, by_class, own_CKE, factors, label_C, owned_C)
+    return sums, (context_bar_CKE.reshape(context_CKE.shape), nll_C, weight_CK)
 
 
-def _exponentials(route, activation, options, padded, cast_CKE, score_CK):
-    """E [rows, P], its sums and references [C, K], the guard passed."""
-    size, components, width = cast_CKE.shape
+def _each(context_CKE):
+    """The contexts [C, K, E] of every class."""
+    if context_CKE.ndim == 3:
+        return [context_CKE]
+    return [context_CKE[:, n] for n in range(context_CKE.shape[1])]
+
+
+def _memberships(label_C, count):
+    """Which labels are of each class, [C, 1]; all, if there is one."""
+    if count == 1:
+        return [jnp.ones((1, 1), bool)]
+    return [(label_C % count == n)[:, None] for n in range(count)]
+
+
+def _stored(es, label_C, ref_CK):
+    """What E holds for the labels' words, [C, K]."""
+    rows = jnp.arange(ref_CK.size).reshape(ref_CK.shape)
+    row_CK = jnp.broadcast_to(label_C[:, None] // len(es), ref_CK.shape)
+    found = [e_RP[rows, row_CK].astype(ref_CK.dtype) for e_RP in es]
+    if len(found) == 1:
+        return found[0]
+    members = _memberships(label_C, len(es))
+    return sum(
+        jnp.where(in_class_C1, stored_CK, 0.0)
+        for in_class_C1, stored_CK in zip(members, found, strict=True)
+    )
+
+
+def _second_product(e_RP, part, cast_CKE, ref_CK):
+    """E @ table, [C, K, E]."""
+    product_RF = product(e_RP, part.table_PF, (1, 0), ref_CK.dtype)
+    return product_RF[: ref_CK.size, : cast_CKE.shape[2]].reshape(cast_CKE.shape)
+
+
+def _exponentials(route, activation, options, padded, by_class, score_CK):
+    """E [rows, P] of each class, its sums and references [C, K], the guard passed."""
+    size, components, width = by_class[0].shape
     count = size * components
-    context_RE = cast_CKE.reshape(count, width)
     more = (0, _round_up(count, route.multiples[0]) - count)
-    context_RQ = _pad_width(jnp.pad(context_RE, (more, (0, 0))), route.multiples[2])
+    contexts = [cast_CKE.reshape(count, width) for cast_CKE in by_class]
+    wide = [
+        _pad_width(jnp.pad(context_RE, (more, (0, 0))), route.multiples[2])
+        for context_RE in contexts
+    ]
 
-    def first(context_RQ, ref_R):
+    def first(ref_R):
         ref_R = jnp.pad(ref_R, (more,))
-        tables = (padded.table_PQ, padded.bias_P)
-        return route.first(context_RQ, *tables, ref_R, activation, options)
+        es, totals = [], []
+        for context_RQ, part in zip(wide, padded, strict=True):
+            tables = (part.table_PQ, part.bias_P)
+            e_RP, total_R = route.first(context_RQ, *tables, ref_R, activation, options)
+            es.append(e_RP)
+            totals.append(total_R)
+        return es, functools.reduce(jnp.add, totals)
 
     def redo(state):
         small = dataclasses.replace(options, budget_bytes=REDO_BYTES)
-        lse_CK = route.lse(cast_CKE, padded.local, activation, small)
+        rows = sum(len(part.local.table_VE) for part in padded)
+        each = []
+        for n, (cast_CKE, part) in enumerate(zip(by_class, padded, strict=True)):
+            own = classes.own_options(small, rows, n, len(padded))
+            each.append(route.lse(cast_CKE, part.local, activation, own))
+        lse_CK = each[0] if len(each) == 1 else jax.nn.logsumexp(jnp.stack(each), 0)
         lse_R = shards.joint_lse(lse_CK, options).reshape(count)
         done = state[3] & jnp.zeros((), bool)
-        return shards.varying_together(*first(context_RQ, lse_R), lse_R, done)
+        return shards.varying_together(*first(lse_R), lse_R, done)
 
-    ref_R = _reference(context_RE, score_CK.reshape(count), padded, activation, options)
-    e_RP, total_R = first(context_RQ, ref_R)
+    ref_R = _reference(contexts, score_CK.reshape(count), padded, activation, options)
+    es, total_R = first(ref_R)
     # A sample that is the whole vocabulary has its maximum: nothing to guard against.
-    if len(padded.sample_WE) < len(padded.local.table_VE):
+    if any(len(part.sample_WE) < len(part.local.table_VE) for part in padded):
         far = ~jnp.all(total_R[:count] <= jnp.exp(jnp.asarray(FAR, ref_R.dtype)))
         if options.vocab_axis is not None:
             far = jax.lax.pmax(far.astype(jnp.int32), options.vocab_axis) > 0
-        state = shards.varying_together(e_RP, total_R, ref_R, far)
+        state = shards.varying_together(es, total_R, ref_R, far)
         # A loop of at most one turn: unlike `cond`, it leaves E where it is.
-        e_RP, total_R, ref_R, _ = jax.lax.while_loop(lambda s: s[3], redo, state)
+        es, total_R, ref_R, _ = jax.lax.while_loop(lambda s: s[3], redo, state)
     by_token = (size, components)
-    return e_RP, total_R[:count].reshape(by_token), ref_R.reshape(by_token)
+    return es, total_R[:count].reshape(by_token), ref_R.reshape(by_token)
 
 
-def _reference(context_RE, score_R, padded, activation, options):
+def _reference(contexts, score_R, padded, activation, options):
     """The label's score or the best of a sample of words, whichever is larger."""
-    z_RW = product(context_RE, padded.sample_WE, (1, 1), score_R.dtype)
-    g_RW = activation.apply(activation.theta, z_RW + padded.sample_bias_W[None])
-    best_R = jnp.max(g_RW, axis=1)
+    bests = []
+    for context_RE, part in zip(contexts, padded, strict=True):
+        z_RW = product(context_RE, part.sample_WE, (1, 1), score_R.dtype)
+        g_RW = activation.apply(activation.theta, z_RW + part.sample_bias_W[None])
+        bests.append(jnp.max(g_RW, axis=1))
+    best_R = functools.reduce(jnp.maximum, bests)
     if options.vocab_axis is not None:
         best_R = jax.lax.pmax(best_R, options.vocab_axis)
     # The score of a label that is no word is NaN, which must stay with its token.
     return jnp.where(score_R > best_R, score_R, best_R)
 
 
-def _add_to_table(sums, e_RP, cast_CKE, factors, label_C, owned_C):
-    """The third product, and the label's part put right."""
+def _add_to_table(sums, es, by_class, own_CKE, factors, label_C, owned_C):
+    """The third product of each class, and the labels' part put right."""
     scale_CK, stored_CK, delta_CK = factors
-    size, components, width = cast_CKE.shape
-    wide, dtype = scale_CK.dtype, e_RP.dtype
-    columns = max(sums.table_PM.shape[1], width + 1)
-    # A column of ones beside the contexts gives the bias its gradient.
-    ones_CK1 = jnp.ones((size, components, 1), wide)
-    context_CKM = jnp.concatenate([cast_CKE.astype(wide), ones_CK1], axis=-1)
-    context_CKM = _pad_width(context_CKM, columns)
-    scaled_CKM = (scale_CK[:, :, None] * context_CKM).astype(dtype)
-    more = ((0, e_RP.shape[0] - size * components), (0, 0))
-    scaled_RM = jnp.pad(scaled_CKM.reshape(size * components, columns), more)
+    wide, dtype = scale_CK.dtype, es[0].dtype
+    columns = max(sums[0].table_PM.shape[1], own_CKE.shape[2] + 1)
+
+    def scaled(cast_CKE):
+        # A column of ones beside the contexts gives the bias its gradient.
+        ones_CK1 = jnp.ones((*cast_CKE.shape[:2], 1), wide)
+        context_CKM = jnp.concatenate([cast_CKE.astype(wide), ones_CK1], axis=-1)
+        context_CKM = _pad_width(context_CKM, columns)
+        return context_CKM, (scale_CK[:, :, None] * context_CKM).astype(dtype)
+
+    added = [
+        _add_product(own, e_RP, scaled(cast_CKE)[1], own_CKE.shape[2])
+        for own, e_RP, cast_CKE in zip(sums, es, by_class, strict=True)
+    ]
+    context_CKM, scaled_CKM = scaled(own_CKE)
     update_CKM = delta_CK[:, :, None] * context_CKM
     update_CKM -= stored_CK[:, :, None] * scaled_CKM.astype(wide)
     update_CM = jnp.sum(update_CKM, axis=1)
+    return _add_rows(added, label_C, owned_C, update_CM, own_CKE.shape[2], dtype)
 
+
+def _add_product(sums, e_RP, scaled_CKM, width):
+    """The sums with E' @ scaled."""
+    wide = sums.table_PM.dtype
+    rows, columns = e_RP.shape[0], scaled_CKM.shape[2]
+    flat_RM = scaled_CKM.reshape(-1, columns)
+    scaled_RM = jnp.pad(flat_RM, ((0, rows - len(flat_RM)), (0, 0)))
     if sums.bias_P is None:
-        table_PM = sums.table_PM + product(e_RP, scaled_RM, (0, 0), wide)
-        (table_PM,) = _add_rows((table_PM,), label_C, owned_C, (update_CM,), dtype)
-        return _Sums(table_PM, None)
-    table_PM = sums.table_PM + product(e_RP, scaled_RM[:, :width], (0, 0), wide)
-    bias_P = sums.bias_P + product(e_RP, scaled_RM[:, width:], (0, 0), wide)[:, 0]
-    updates = (update_CM[:, :width], update_CM[:, width])
-    return _Sums(*_add_rows((table_PM, bias_P), label_C, owned_C, updates, dtype))
+        return _Sums(sums.table_PM + product(e_RP, scaled_RM, (0, 0), wide), None)
+    return _Sums(
+        sums.table_PM + product(e_RP, scaled_RM[:, :width], (0, 0), wide),
+        sums.bias_P + product(e_RP, scaled_RM[:, width:], (0, 0), wide)[:, 0],
+    )
 
 
-def _add_rows(sums, label_C, owned_C, updates, dtype):
+def _add_rows(sums, label_C, owned_C, update_CM, width, dtype):
     """sum[label[c]] += update[c], equal labels added up in a fixed order.
 
     Within a block of tokens those with equal labels are summed by a product with the
     matrix of their equality, and the first of them writes; so no two writes meet.
     """
-    words = sums[0].shape[0]
+    rides = sums[0].bias_P is None
+    updates = (update_CM,) if rides else (update_CM[:, :width], update_CM[:, width])
     for start in range(0, label_C.size, SCATTER_TOKENS):
         block = slice(start, start + SCATTER_TOKENS)
         label_B, owned_B = label_C[block], owned_C[block]
@@ -331,18 +407,26 @@ def _add_rows(sums, label_C, owned_C, updates, dtype):
         equal_BB = (label_B[:, None] == label_B[None]) & owned_B[None]
         earlier_BB = equal_BB & (place_B[None] < place_B[:, None])
         writes_B = owned_B & ~jnp.any(earlier_BB, axis=1)
-        target_B = jnp.where(writes_B, label_B, words + place_B)
-        # Or XLA would compute it again for every element that is written.
-        target_B = jax.lax.optimization_barrier(target_B)
-        sums = tuple(
-            total.at[target_B].add(
-                _sum_equal(equal_BB, update[block], dtype),
-                mode="drop",
-                unique_indices=True,
-            )
-            for total, update in zip(sums, updates, strict=True)
-        )
-    return sums
+        each = [_sum_equal(equal_BB, update[block], dtype) for update in updates]
+        members = _memberships(label_B, len(sums))
+        sums = [
+            _write(own, each, writes_B & in_class_B1[:, 0], label_B // len(sums))
+            for own, in_class_B1 in zip(sums, members, strict=True)
+        ]
+    return tuple(sums)
+
+
+def _write(sums, updates, writes_B, row_B):
+    """The sums with rows added to where `writes_B` says so."""
+    beyond_B = len(sums.table_PM) + jnp.arange(row_B.size)
+    # Or XLA would compute it again for every element that is written.
+    target_B = jax.lax.optimization_barrier(jnp.where(writes_B, row_B, beyond_B))
+    totals = [array for array in sums if array is not None]
+    added = [
+        total.at[target_B].add(update, mode="drop", unique_indices=True)
+        for total, update in zip(totals, updates, strict=True)
+    ]
+    return _Sums(added[0], added[1] if len(added) > 1 else None)
 
 
 def _sum_equal(equal_BB, update_B, dtype):

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from softbottle.ops.mixture import shards
+from softbottle.ops.mixture import classes, shards
 from softbottle.ops.mixture.activations import Activation
 from softbottle.ops.mixture.arrays import Mixture, Targets, Vocabulary
 from softbottle.ops.mixture.options import Options, product_dtype, sum_dtype
@@ -54,9 +54,12 @@ def target_score(
 ) -> jax.Array:
     """g(z) of the label, [T, K]; NaN where the label is no word of the vocabulary.
 
+    The contexts may be by class of words.
+
     The row of the label is gathered and multiplied in float32 or better, from the same
     rounded inputs that the normalizer's products read, so that the two agree.
     """
+    context_TKE = classes.of_label(context_TKE, labels_T)
     z_TK, owned_T = _target_logit(context_TKE, vocabulary, labels_T, options)
     score_TK = activation.apply(activation.theta, z_TK)
     rows = len(vocabulary.table_VE)
@@ -110,7 +113,7 @@ def loss_from(
 ) -> jax.Array:
     """The loss from an implementation's log-normalizers, for jax to differentiate."""
     log_prior_TK, context_TKE = mixture
-    lse_TK = local_lse(context_TKE, vocabulary, activation, options)
+    lse_TK = classes.lse(local_lse, context_TKE, vocabulary, activation, options)
     lse_TK = shards.joint_lse(lse_TK, options)
     score_TK = target_score(
         context_TKE, vocabulary, targets.labels_T, activation, options

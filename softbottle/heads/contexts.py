@@ -1,0 +1,75 @@
+"""How a head with projections makes its contexts from the state.
+
+    tanh       tanh(h W_k + b_k)            as the papers' mixtures have it
+    linear     h P + h W_k + b_k
+    residual   h P + tanh(h W_k + b_k)
+
+P is the identity where the table is as wide as the state, else a matrix of its own.
+
+A tanh bounds a context, so that the size of the logits is left to the table: on one
+that starts small, as most do, the contexts saturate while they learn how frequent words
+are, and then learn little more. The other two start with W_k = 0 and b_k = 0, and the
+head therefore as the very softmax of h P that it replaces; what tells the contexts
+apart is the prior, which starts at random.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from softbottle.heads import base
+from softbottle.heads.base import Params
+
+KINDS = ("residual", "linear", "tanh")
+DEFAULT = KINDS[0]
+
+
+def check(kind: str) -> None:
+    """Raise ValueError unless there is such a kind."""
+    if kind not in KINDS:
+        raise ValueError(f"context must be one of {KINDS}, got {kind!r}.")
+
+
+def init(
+    kind: str,
+    keys: tuple[jax.Array, jax.Array],
+    count: int,
+    hidden_dim: int,
+    context_dim: int,
+) -> Params:
+    """`latent_DKE`, `latent_bias_KE` and, for a P of its own, `project_DE`.
+
+    Args:
+        kind: of KINDS.
+        keys: of jax.random, of the matrices and of the biases.
+        count: K, contexts per token.
+        hidden_dim: D, width of the states.
+        context_dim: E, width of the vocabulary table.
+    """
+    shape = (hidden_dim, count, context_dim)
+    if kind == "tanh":
+        return {
+            "latent_DKE": base.uniform(keys[0], shape, hidden_dim),
+            "latent_bias_KE": base.uniform(keys[1], shape[1:], hidden_dim),
+        }
+    params = {"latent_DKE": jnp.zeros(shape), "latent_bias_KE": jnp.zeros(shape[1:])}
+    if hidden_dim != context_dim:
+        # As wide a spread as the state's own: the logits are those of a softmax.
+        normal_DE = jax.random.normal(keys[0], (hidden_dim, context_dim))
+        params["project_DE"] = hidden_dim**-0.5 * normal_DE
+    return params
+
+
+def make(kind: str, params: Params, hidden_TD: jax.Array) -> jax.Array:
+    """The contexts of every token, [T, K, E], from the parameters of `init`."""
+    dtype = hidden_TD.dtype
+    latent_TKE = jnp.einsum(
+        "td,dke->tke", hidden_TD, params["latent_DKE"].astype(dtype)
+    )
+    latent_TKE = latent_TKE + params["latent_bias_KE"].astype(dtype)[None]
+    bent_TKE = latent_TKE if kind == "linear" else jnp.tanh(latent_TKE)
+    if kind == "tanh":
+        return bent_TKE
+    if "project_DE" in params:
+        project_DE = params["project_DE"].astype(dtype)
+        hidden_TD = jnp.einsum("td,de->te", hidden_TD, project_DE)
+    return hidden_TD[:, None] + bent_TKE

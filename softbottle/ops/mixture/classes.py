@@ -1,0 +1,105 @@
+"""Words in blocks: classes v mod N, each with contexts of its own.
+
+The log-normalizer over a vocabulary is the log-sum-exp of those over any blocks of it,
+whoever computes them. A mesh shard is such a block (shards.py), and so is the class of
+the words v = n mod N: words are usually sorted by frequency, so that neighbors land in
+different classes and every class has words of all frequencies.
+
+A class is a vocabulary like any other: its words are rows n, n + N, ... of the table,
+and word v is its word v // N, on a shard as well if the shard's rows are a multiple of
+N.
+
+Axes: N classes of words.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+
+from softbottle.ops.mixture import shards
+from softbottle.ops.mixture.activations import Activation
+from softbottle.ops.mixture.arrays import Vocabulary
+from softbottle.ops.mixture.implementation import Shaped
+from softbottle.ops.mixture.options import Options
+
+
+def count(context: Shaped) -> int:
+    """N, 1 for contexts [T, K, E]."""
+    return 1 if len(context.shape) == 3 else context.shape[1]
+
+
+def of(
+    context: jax.Array, vocabulary: Vocabulary, options: Options
+) -> list[tuple[jax.Array, Vocabulary, Options]]:
+    """Contexts [T, K, E], words and options of every class."""
+    if len(context.shape) == 3:
+        return [(context, vocabulary, options)]
+    classes, rows = count(context), len(vocabulary.table_VE)
+    return [
+        (
+            context[:, n],
+            jax.tree.map(lambda array, n=n: array[n::classes], vocabulary),
+            own_options(options, rows, n, classes),
+        )
+        for n in range(classes)
+    ]
+
+
+def own_options(options: Options, rows: int, n: int, classes: int) -> Options:
+    """The options for class n of a local table of so many rows."""
+    if classes == 1:
+        return options
+    words = shards.word_count(rows, options)
+    return dataclasses.replace(options, vocab=-(-(words - n) // classes))
+
+
+def check(context: Shaped, table_VE: Shaped, options: Options) -> None:
+    """Raise ValueError unless every class has a word, and the same rows of a shard."""
+    classes, rows = count(context), table_VE.shape[0]
+    words = shards.word_count(rows, options)
+    if classes > words:
+        raise ValueError(f"{classes} classes are more than the {words} words.")
+    if options.vocab_axis is not None and rows % classes:
+        raise ValueError(
+            f"{classes} classes of words do not divide the {rows} rows of a shard; "
+            "make the table's rows a multiple of both (model.vocab_multiple)."
+        )
+
+
+def of_label(context: jax.Array, labels_T: jax.Array) -> jax.Array:
+    """The contexts that a token's label meets, [T, K, E]."""
+    if len(context.shape) == 3:
+        return context
+    class_T111 = (labels_T % count(context))[:, None, None, None]
+    return jnp.take_along_axis(context, class_T111, axis=1)[:, 0]
+
+
+def lse(
+    of_class: Callable[[jax.Array, Vocabulary, Activation, Options], jax.Array],
+    context: jax.Array,
+    vocabulary: Vocabulary,
+    activation: Activation,
+    options: Options,
+) -> jax.Array:
+    """Log-normalizers [T, K] over the local rows from those over each class."""
+    each = [
+        of_class(context_TKE, words, activation, own)
+        for context_TKE, words, own in of(context, vocabulary, options)
+    ]
+    return each[0] if len(each) == 1 else jax.nn.logsumexp(jnp.stack(each), axis=0)
+
+
+def joined(by_class: Sequence[jax.Array]) -> jax.Array:
+    """Rows in the order of the table from those of every class."""
+    if len(by_class) == 1:
+        return by_class[0]
+    rows, most = sum(map(len, by_class)), len(by_class[0])
+
+    def fill(array):
+        beyond = ((0, most - len(array)), *((0, 0),) * (array.ndim - 1))
+        return jnp.pad(array, beyond)
+
+    stacked = jnp.stack([fill(array) for array in by_class], axis=1)
+    return stacked.reshape(-1, *stacked.shape[2:])[:rows]
