@@ -48,6 +48,7 @@ def get_config(argument: str = "mos") -> Config:
     config.head.name = head
     if head in MIXTURES:
         config.head.components = 7
+        config.head.context = "tanh"
     optim.name = "adamw"
     optim.learning_rate = 1e-3
     optim.clip = 1.0

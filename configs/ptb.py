@@ -75,6 +75,7 @@ def _mixture(config):
     """The MoS paper's settings."""
     config.data.rows = 12
     config.head.components = 15
+    config.head.context = "tanh"
     model = config.model
     model.embed_dim = 280
     model.hidden_dim = 960

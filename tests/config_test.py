@@ -136,8 +136,23 @@ def test_what_earlier_versions_wrote_for_not_set_is_not_set():
     del stored["format"]
     stored["head"] |= {"components": 1, "center": 0.0, "slope": 1.0, "span": 20.0}
     stored["head"] |= {"knots": 100_000, "rank": 0, "budget_mib": 0}
-    del stored["head"]["cap"]
-    assert configs.from_dict(stored) == Config()
+    for name in ("cap", "context", "active", "classes"):
+        del stored["head"][name]
+    config = Config()
+    config.head.context = "tanh"
+    assert configs.from_dict(stored) == config
+
+
+@pytest.mark.parametrize(
+    "name, components, context",
+    [("mos", None, "tanh"), ("moss", 2, "tanh"), ("gss", 3, "tanh")]
+    + [("gss", None, None), ("softmax", None, None)],
+)
+def test_mixtures_of_earlier_versions_have_tanh_contexts(name, components, context):
+    stored = configs.to_dict(Config()) | {"format": 1}
+    del stored["head"]["context"]
+    stored["head"] |= {"name": name, "components": components}
+    assert configs.from_dict(stored).head.context == context
 
 
 def test_rows_are_a_multiple_of_the_accumulated_parts():

@@ -25,7 +25,12 @@ def make_key(seed):
 def make_config(head="mos", backbone="window", **regularise):
     config = configs.Config()
     config.head.name = head
-    for name, value in {"components": 2, "knots": 13, "rank": WIDTH}.items():
+    for name, value in {
+        "components": 2,
+        "knots": 13,
+        "rank": WIDTH,
+        "classes": 3,
+    }.items():
         if name in heads.settings(head):
             setattr(config.head, name, value)
     model = config.model
@@ -335,7 +340,9 @@ def test_the_papers_models_have_exactly_their_parameters(
 ):
     config = configs.Config()
     config.head.name = head
-    config.head.components = components if head == "mos" else None
+    if head == "mos":
+        config.head.components = components
+        config.head.context = "tanh"
     model = config.model
     model.backbone, model.tied, model.vocab_multiple = "awd_lstm", True, multiple
     model.embed_dim, model.hidden_dim, model.last_dim, model.layers = sizes

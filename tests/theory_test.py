@@ -20,6 +20,12 @@ HEADS = {
     "sigsoftmax": softbottle.sigsoftmax(),
     "moss": softbottle.moss(4),
     "gss": softbottle.gss(-1.5, 2.5),
+    "mos tanh": softbottle.mos(4, "tanh"),
+    "mos active": softbottle.mos(4, active=2),
+    "partition": softbottle.partition(3),
+    "partition tanh": softbottle.partition(3, context="tanh"),
+    "partition linear": softbottle.partition(3, context="linear"),
+    "partition mixed": softbottle.partition(3, 2),
 }
 
 
@@ -35,7 +41,12 @@ def log_probs(name, precision, bias, seed=0):
     with jax.enable_x64(True):
         params = HEADS[name].init(jax.random.key(seed), WIDTH, WIDTH)
         # Larger than at the start of training, so that each tanh bends.
-        params = jax.tree.map(lambda leaf: (3 * leaf).astype(precision), params)
+        params = {
+            name: jnp.asarray(
+                3 * leaf if np.any(leaf) else rng.normal(size=leaf.shape), precision
+            )
+            for name, leaf in params.items()
+        }
         table_VE = jnp.asarray(rng.normal(size=(WORDS, WIDTH)), precision)
         bias_V = jnp.asarray(rng.normal(size=WORDS), precision) if bias else None
         hidden_TD = jnp.asarray(rng.normal(size=(CONTEXTS, WIDTH)), precision)
@@ -55,8 +66,28 @@ def test_one_softmax_has_rank_exactly_d_plus_one_and_one_more_with_a_bias(
     assert numerical_rank(log_p_TV, precision) == WIDTH + 1 + bias
 
 
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    "name, rank",
+    [("partition", 3 * WIDTH + 1), ("partition tanh", 3 * WIDTH + 1)],
+)
+def test_a_partition_has_rank_exactly_that_of_its_classes_together(name, rank, bias):
+    log_p_TV = log_probs(name, "float64", bias)
+    assert numerical_rank(log_p_TV, "float64") == rank + bias
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_linear_contexts_of_classes_have_the_rank_of_a_softmax_with_a_bias(bias):
+    # Classes share the state's dimensions; their own biases are a bias of the words.
+    log_p_TV = log_probs("partition linear", "float64", bias)
+    assert numerical_rank(log_p_TV, "float64") == WIDTH + 2
+
+
+BEYOND = ["mos", "mos tanh", "mos active", "partition mixed"]
+
+
 @pytest.mark.parametrize("precision", ["float64", "float32"])
-@pytest.mark.parametrize("name", ["mos", "sigsoftmax", "moss", "gss"])
+@pytest.mark.parametrize("name", [*BEYOND, "sigsoftmax", "moss", "gss"])
 @pytest.mark.parametrize("bias", [False, True])
 def test_mixtures_and_bent_activations_exceed_the_bound(name, bias, precision):
     log_p_TV = log_probs(name, precision, bias)

@@ -11,6 +11,7 @@ MODULES = {
     "evaluation": "head",
     "products": "head",
     "ceiling": "head",
+    "layer": "layer",
     "lstm": "recurrence",
     "step": "step",
     "sample": "decoding",

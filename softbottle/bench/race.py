@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from softbottle.bench import layer as layers
 from softbottle.bench import problem, worker
 from softbottle.ops.lstm import api as lstm_op
 from softbottle.ops.mixture import options
@@ -286,4 +287,8 @@ def _ours(case, implementations, sweep):
     if case.components > 1:
         single = case._replace(components=1)
         tasks.append(ours("softmax", "loss", 3, "softmax", case=single, **first))
+        tasks += [
+            ours(name, "layer", 3, head=head, **first)
+            for name, head in layers.LAYERS.items()
+        ]
     return tasks

@@ -52,9 +52,14 @@ class Head(abc.ABC):
     is_linear: ClassVar[bool] = False
 
     def __repr__(self) -> str:
-        """The call that makes this head; settings that are None are left out."""
+        """The call that makes this head; options at their defaults are left out."""
+        usual = {f.name: f.default for f in dataclasses.fields(self) if f.kw_only}
         values = {name: getattr(self, name) for name in self.settings()}
-        settings = (f"{k}={v!r}" for k, v in values.items() if v is not None)
+        settings = (
+            f"{name}={value!r}"
+            for name, value in values.items()
+            if name not in usual or value != usual[name]
+        )
         return f"{self.name}({', '.join(settings)})"
 
     @classmethod

@@ -51,4 +51,4 @@ def moc(components: int, context: str = contexts.DEFAULT) -> MixtureOfContexts:
         ValueError: if `components` is not a positive integer, or there is no such kind
             of context.
     """
-    return MixtureOfContexts(components, context)
+    return MixtureOfContexts(components, context=context)

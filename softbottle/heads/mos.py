@@ -28,7 +28,7 @@ class Mixed(base.Head):
     """
 
     components: int = 1
-    context: str = contexts.DEFAULT
+    context: str = dataclasses.field(default=contexts.DEFAULT, kw_only=True)
 
     def __post_init__(self) -> None:
         """Check the settings."""
@@ -118,7 +118,7 @@ def mos(
         ValueError: if `components` is not a positive integer, `active` not one of at
             most `components`, or there is no such kind of context.
     """
-    return MixtureOfSoftmaxes(components, context, active=active)
+    return MixtureOfSoftmaxes(components, context=context, active=active)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -128,26 +128,23 @@ class PlainOrMixed(base.Head):
     Attributes:
         components: K of a mixture with the projections of a mixture of softmaxes; None
             for a single component that reads the hidden state as its context.
-        context: how a mixture's contexts are made, one of contexts.KINDS; None is
-            contexts.DEFAULT, and all that a single component takes.
+        context: how a mixture's contexts are made, one of contexts.KINDS; a single
+            component takes no other than the default.
     """
 
     components: int | None = dataclasses.field(default=None, kw_only=True)
-    context: str | None = dataclasses.field(default=None, kw_only=True)
+    context: str = dataclasses.field(default=contexts.DEFAULT, kw_only=True)
 
     def __post_init__(self) -> None:
         """Check the settings."""
-        if self.components is None:
-            if self.context is not None:
-                raise ValueError(
-                    f"context={self.context!r} is a mixture's, which components makes "
-                    "of it."
-                )
-            return
-        components = base.positive_integer("components", self.components)
-        object.__setattr__(self, "components", components)
-        object.__setattr__(self, "context", self.context or contexts.DEFAULT)
         contexts.check(self.context)
+        if self.components is not None:
+            components = base.positive_integer("components", self.components)
+            object.__setattr__(self, "components", components)
+        elif self.context != contexts.DEFAULT:
+            raise ValueError(
+                f"context={self.context!r} is for a mixture, and components is not set."
+            )
 
     @property
     def contexts(self) -> int:

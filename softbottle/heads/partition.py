@@ -32,8 +32,8 @@ class Partition(base.Head):
 
     name: ClassVar[str] = "partition"
     classes: int
-    components: int = 1
-    context: str = contexts.DEFAULT
+    components: int = dataclasses.field(default=1, kw_only=True)
+    context: str = dataclasses.field(default=contexts.DEFAULT, kw_only=True)
 
     def __post_init__(self) -> None:
         """Check the settings."""
@@ -96,4 +96,4 @@ def partition(
         ValueError: if `classes` or `components` is not a positive integer, or there is
             no such kind of context.
     """
-    return Partition(classes, components, context)
+    return Partition(classes, components=components, context=context)

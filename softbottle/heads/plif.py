@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from softbottle.heads import base
+from softbottle.heads import base, contexts
 from softbottle.heads.mos import PlainOrMixed
 from softbottle.ops.mixture.activations import (
     Activation,
@@ -78,7 +78,7 @@ def plif(
     knots: int | Sequence[float],
     span: float = 20.0,
     components: int | None = None,
-    context: str | None = None,
+    context: str = contexts.DEFAULT,
 ) -> PiecewiseLinear:
     """A learned piecewise-linear log-activation, plain or mixed.
 

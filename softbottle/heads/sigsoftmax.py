@@ -94,14 +94,14 @@ def moss(
     components: int, context: str = contexts.DEFAULT, *, active: int | None = None
 ) -> MixtureOfSigsoftmaxes:
     """A mixture of `components` sigsoftmaxes; arguments and errors as of `mos`."""
-    return MixtureOfSigsoftmaxes(components, context, active=active)
+    return MixtureOfSigsoftmaxes(components, context=context, active=active)
 
 
 def gss(
     center: float,
     slope: float,
     components: int | None = None,
-    context: str | None = None,
+    context: str = contexts.DEFAULT,
 ) -> GeneralizedSigsoftmax:
     """Generalized sigsoftmax, plain or, with `components`, mixed.
 

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
-from softbottle.heads import base
+from softbottle.heads import base, contexts
 from softbottle.heads.mos import PlainOrMixed
 from softbottle.ops.mixture.activations import DEAD, LOG2_E, Activation
 
@@ -42,7 +42,7 @@ class Softcap(PlainOrMixed):
 
 
 def softcap(
-    cap: float, components: int | None = None, context: str | None = None
+    cap: float, components: int | None = None, context: str = contexts.DEFAULT
 ) -> Softcap:
     """A softmax of the logits cap tanh(z / cap), plain or, with `components`, mixed.
 

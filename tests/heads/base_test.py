@@ -114,6 +114,11 @@ VALUES = {
     "plif(knots=(-1.0, 2.0), span=20.0)": lambda: softbottle.plif(np.array([-1, 2])),
     "softcap(cap=30.0)": lambda: softbottle.softcap(30),
     "lowrank(rank=7)": lambda: softbottle.lowrank(7),
+    "mos(components=7, context='tanh', active=2)": lambda: softbottle.mos(
+        7, "tanh", active=2
+    ),
+    "partition(classes=4)": lambda: softbottle.partition(4),
+    "partition(classes=4, components=3)": lambda: softbottle.partition(4, 3),
 }
 
 
@@ -144,9 +149,9 @@ def test_equal_heads_as_static_arguments_trace_once():
 
     jitted = jax.jit(loss, static_argnums=0)
     for components in (3, 3, np.int64(3)):
-        jitted(softbottle.mos(components), *point)
+        jitted(softbottle.mos(components, "tanh"), *point)
     assert len(traces) == 1
-    jitted(softbottle.moss(3), *point)
+    jitted(softbottle.moss(3, "tanh"), *point)
     assert len(traces) == 2
 
 

@@ -9,11 +9,12 @@ INPUTS = oracle.make_inputs("mos")
 
 
 def test_one_component_is_a_softmax_of_the_tanh_context():
-    params = softbottle.mos(1).init(jax.random.key(1), oracle.HIDDEN, oracle.CONTEXT)
+    head = softbottle.mos(1, "tanh")
+    params = head.init(jax.random.key(1), oracle.HIDDEN, oracle.CONTEXT)
     point = oracle.cast(INPUTS, jnp.float32)
     latent_TE = point.hidden_TD @ params["latent_DKE"][:, 0]
     context_TE = jnp.tanh(latent_TE + params["latent_bias_KE"])
-    ours_T = softbottle.mos(1).nll(params, *point[1:5])
+    ours_T = head.nll(params, *point[1:5])
     plain_T = softbottle.softmax().nll({}, *point[1:3], context_TE, point.labels_T)
     np.testing.assert_allclose(ours_T, plain_T, rtol=1e-5)
 
@@ -43,7 +44,7 @@ def test_a_shift_of_all_logits_changes_nothing():
 
 def test_the_paper_counts_of_parameters_come_out():
     def init(key):
-        return softbottle.mos(15).init(key, 620, 280)
+        return softbottle.mos(15, "tanh").init(key, 620, 280)
 
     shapes = jax.eval_shape(init, jax.random.key(0))
     count = sum(np.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
@@ -52,7 +53,7 @@ def test_the_paper_counts_of_parameters_come_out():
 
 
 def test_parameters_start_uniform_within_one_over_the_root_of_the_width():
-    params = softbottle.mos(3).init(jax.random.key(0), 400, 7)
+    params = softbottle.mos(3, "tanh").init(jax.random.key(0), 400, 7)
     for leaf in jax.tree.leaves(params):
         assert np.abs(leaf).max() <= 400**-0.5
     assert np.abs(params["latent_DKE"]).max() > 0.99 * 400**-0.5

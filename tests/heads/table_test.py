@@ -46,6 +46,12 @@ def test_what_a_config_sets_is_what_heads_have():
         ({"name": "plif", "knots": 9, "span": 2.5}, softbottle.plif(9, 2.5)),
         ({"name": "lowrank", "rank": 4}, softbottle.lowrank(4)),
         ({"name": "softcap", "cap": 20.0}, softbottle.softcap(20.0)),
+        ({"components": 3, "context": "tanh"}, softbottle.mos(3, "tanh")),
+        ({"components": 3, "active": 2}, softbottle.mos(3, active=2)),
+        (
+            {"name": "partition", "classes": 4, "components": 2},
+            softbottle.partition(4, 2),
+        ),
     ],
 )
 def test_a_config_gives_the_head_with_its_settings(settings, head):
@@ -58,11 +64,18 @@ def test_a_config_gives_the_head_with_its_settings(settings, head):
         ({"name": "mosaic"}, "head.name must be one of ('softmax', "),
         ({"name": "softmax", "components": 3}, "softmax, which has []."),
         ({"center": -1.5}, "head.center=-1.5 is not a setting of mos"),
-        ({"center": -1.5}, "which has ['components']."),
-        ({"name": "gss", "cap": 9.0}, "which has ['center', 'slope', 'components']."),
+        ({"center": -1.5}, "which has ['components', 'context', 'active']."),
+        (
+            {"name": "gss", "cap": 9.0},
+            "which has ['center', 'slope', 'components', 'context'].",
+        ),
         ({"name": "lowrank"}, "head.rank must be set: lowrank has no default"),
         ({"name": "mos", "components": -3}, "head.components must be an integer >= 1"),
         ({"name": "softcap", "cap": -1.0}, "head.cap must be positive and finite"),
+        ({"name": "gss", "context": "tanh"}, "head.context='tanh' is for a mixture"),
+        ({"name": "moc", "context": "cosh"}, "head.context must be one of ('residual'"),
+        ({"components": 3, "active": 4}, "head.active must be at most components=3"),
+        ({"name": "partition"}, "head.classes must be set: partition has no default"),
     ],
 )
 def test_what_a_head_does_not_take_is_refused_with_what_it_does(settings, message):
@@ -96,6 +109,8 @@ def test_heads_answer_what_models_and_planners_ask():
             softbottle.moc(3),
             softbottle.gss(0.0, 2.0),
             softbottle.gss(0.0, 2.0, 3),
+            softbottle.mos(3, active=2),
+            softbottle.partition(4, 2),
         )
     }
     assert list(answers.values()) == [
@@ -105,4 +120,6 @@ def test_heads_answer_what_models_and_planners_ask():
         (3, 1, True, False),
         (1, 1, False, False),
         (3, 3, True, False),
+        (3, 2, True, False),
+        (8, 2, True, False),
     ]

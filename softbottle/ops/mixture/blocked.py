@@ -26,7 +26,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from softbottle.ops.mixture import exponential, likelihood, shards
+from softbottle.ops.mixture import classes, exponential, likelihood, shards
 from softbottle.ops.mixture.activations import Activation
 from softbottle.ops.mixture.arrays import Mixture, Targets, Vocabulary
 from softbottle.ops.mixture.implementation import Choice, Implementation, Shaped
@@ -48,6 +48,10 @@ def _loss(mixture, vocabulary, targets, activation, options):
     if exponential.takes(activation):
         inputs = (mixture, vocabulary, targets, activation, options)
         return exponential.loss(route(options), *inputs)
+    if classes.count(mixture.context_TKE) > 1:
+        return likelihood.loss_from(
+            _lse, mixture, vocabulary, targets, activation, options
+        )
     theta = jax.tree.map(jnp.asarray, activation.theta)
     inputs = likelihood.vary(theta, mixture, vocabulary, targets)
     return _learned_loss(activation.apply, options, *inputs)
@@ -172,7 +176,7 @@ _learned_loss.defvjp(_learned_forward, _learned_backward)
 
 def chunks(context_TKE: Shaped, table_VE: Shaped, options: Options) -> int:
     """How many chunks of tokens there are, all logits of one within the budget."""
-    tokens, components = context_TKE.shape[:2]
+    tokens, components = context_TKE.shape[0], context_TKE.shape[-2]
     itemsize = sum_dtype(context_TKE, table_VE).itemsize
     row_bytes = components * table_VE.shape[0] * itemsize
     return chunk_count(tokens, row_bytes, options.block_bytes)

@@ -1,0 +1,102 @@
+"""Whole heads, from the state to the loss and back, beside a softmax of the same width.
+
+A task has a "case" (sizes, of which `components` is not read), a "head" as
+`config.head` sets it, and the rest as head.py has it. The states are as wide as the
+table, so that a softmax reads them as they are.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from softbottle import config as config_lib
+from softbottle import heads
+from softbottle.bench import head as operation
+from softbottle.bench import measure, oracle, problem
+from softbottle.ops.mixture.options import Options
+
+Row = dict[str, Any]
+# By the name of their rows; `config.head` of each.
+LAYERS: dict[str, Row] = {
+    "moc, 7 contexts": {"name": "moc", "components": 7},
+    "mos, 2 of 7 active": {"name": "mos", "components": 7, "active": 2},
+    "partition, 4 classes": {"name": "partition", "classes": 4},
+    "partition, 8 classes": {"name": "partition", "classes": 8},
+}
+# Tokens that the dense head is computed for in float64, [T, K, V] of it.
+CHECKED = 16
+# Contexts are made in the state's bfloat16, and rounded as such.
+LIMITS = oracle.Limits(loss=2e-2, gradient=2e-2)
+NAMES = ("params", "table", "bias", "hidden")
+
+
+def run_task(task: Row) -> Row:
+    """Check and time the loss and gradient of a task's head."""
+    case = problem.Case(*task["case"])
+    section = config_lib.Head()
+    for name, value in task["head"].items():
+        setattr(section, name, value)
+    chosen = heads.from_config(section)
+    inputs, labels_T = _inputs(case, chosen)
+    function = gradient_of(chosen, operation.options_of(task))
+    few = (_cut(inputs), labels_T[:CHECKED])
+    wanted = _truth(chosen, *few)
+
+    def check(outputs):
+        row = {"loss": float(outputs[0])}
+        row["loss_error"] = abs(float(outputs[0]) - float(wanted[0]))
+        for name, bars, exact in zip(NAMES, outputs[1], wanted[1], strict=True):
+            errors = jax.tree.map(measure.relative_error, bars, exact)
+            row[f"error_{name}"] = max(jax.tree.leaves(errors))
+        return row
+
+    arguments = (inputs, labels_T)
+    seconds = task["seconds"]
+    row = measure.checked_and_timed(function, arguments, check, seconds, few, LIMITS)
+    flop = 3 * chosen.products * case._replace(components=1).product_flop
+    row |= {"flop": flop, "checked_tokens": CHECKED}
+    if "ms" in row:
+        row["tflops"] = flop / row["ms"] / 1e9
+    return row
+
+
+def gradient_of(head: heads.Head, options: Options) -> jax.stages.Wrapped:
+    """(inputs, labels_T) -> the mean loss and its gradients, compiled."""
+
+    def mean_nll(inputs, labels_T):
+        tokens = labels_T.shape[0]
+        weights_T = jnp.full(tokens, 1 / tokens, jnp.float32)
+        return head.loss(*inputs, labels_T, weights_T, options=options)
+
+    return jax.jit(jax.value_and_grad(mean_nll))
+
+
+def _inputs(case, chosen):
+    """(params, table_VE, bias_V, hidden_TD), the latter three as head.py has them."""
+    inputs, labels_T = operation.make_inputs(case._replace(components=1))
+    params = chosen.init(jax.random.key(0), case.dim, case.dim)
+    # A start of zero would hide mistakes.
+    bound = case.dim**-0.5
+    params = {
+        name: bound * jax.random.normal(jax.random.key(number), leaf.shape)
+        for number, (name, leaf) in enumerate(params.items())
+    }
+    hidden_TD = inputs.context_TKE[:, 0]
+    return (params, inputs.table_VE, inputs.bias_V, hidden_TD), labels_T
+
+
+def _cut(inputs):
+    *output, hidden_TD = inputs
+    return (*output, hidden_TD[:CHECKED])
+
+
+def _truth(chosen, inputs, labels_T):
+    """The dense head on the same numbers, in float64."""
+    with jax.enable_x64(True):
+        wide = jax.tree.map(
+            lambda leaf: jnp.asarray(np.asarray(leaf, np.float64)), inputs
+        )
+        dense = Options(implementation="reference")
+        return gradient_of(chosen, dense)(wide, jnp.asarray(np.asarray(labels_T)))
