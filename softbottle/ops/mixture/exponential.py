@@ -199,6 +199,9 @@ def _vocabulary_bar(sums, padded, vocabulary):
     table_VE, bias_V = vocabulary
     width = table_VE.shape[1]
     tables, biases = [], []
+    if len(sums) > 1:
+        # Or XLA would copy each sum to cut it, and once more to join them.
+        sums = jax.lax.optimization_barrier(sums)
     for own, part in zip(sums, padded, strict=True):
         rows = len(part.local.table_VE)
         bias_P = own.table_PM[:, width] if own.bias_P is None else own.bias_P

@@ -185,6 +185,22 @@ def test_what_the_kernel_does_not_take_goes_by_xla():
     assert loss == api.loss(*paired(*wide), options=plain)
 
 
+@pytest.mark.parametrize("classes", [2, 5])
+def test_words_in_classes_equal_one_class_after_the_other(classes):
+    sizes = {"tokens": 19, "components": 2, "width": 33, "vocab": 301}
+    _, ours = rounded(make_problem(**sizes))
+    more = [ours.context_TKE * (1 - n / 4) for n in range(classes)]
+    ours = ours._replace(context_TKE=jnp.stack(more, axis=1).astype(jnp.bfloat16))
+    wide = jax.tree.map(lambda a: a.astype(jnp.float32), tuple(ours[:4]))
+
+    def dense(*inputs):
+        options = Options(implementation="reference")
+        return api.loss(*paired(*inputs, *ours[4:]), options=options)
+
+    exact = jax.value_and_grad(dense, argnums=(0, 1, 2, 3))(*wide)
+    check(run(ours, SOFTMAX), exact)
+
+
 @pytest.fixture
 def hopper():
     if jax.devices()[0].compute_capability != "9.0":
@@ -192,16 +208,18 @@ def hopper():
 
 
 @pytest.mark.gpu
-def test_auto_takes_the_kernel_and_repeats_its_bits(hopper):
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_auto_takes_the_kernel_and_repeats_its_bits(hopper, name):
+    activation, formula = ACTIVATIONS[name]
     sizes = {"tokens": 301, "components": 7, "width": 200, "vocab": 5003}
     exact, ours = rounded(make_problem(**sizes))
 
     def loss(*inputs):
-        return api.loss(*paired(*inputs))
+        return api.loss(*paired(*inputs), activation)
 
     function = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3)))
     once, again = function(*ours), function(*ours)
-    check(once, loss_and_gradient(exact))
+    check(once, loss_and_gradient(exact, **formula))
     for left, right in zip(jax.tree.leaves(once), jax.tree.leaves(again), strict=True):
         np.testing.assert_array_equal(left, right)
 

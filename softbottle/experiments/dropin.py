@@ -1,0 +1,257 @@
+"""A mixture put in the place of a softmax: is it ever worse?
+
+Small models are trained with either head on everything that a new user may have:
+backbone, tied or untied table, standard deviation of the table's start, Adam's learning
+rate. All else is the same: data, order, steps, width of the table and of the state.
+
+The rule, written before the first run. The noise is the standard deviation of a
+softmax's validation loss over the seeds, at the same point and at most 0.1 nats, pooled
+over the points. A mixture is worse at a point if its loss, by the first seed, is above
+the softmax's by more than twice the noise. A component is dead if its share of the
+prior, averaged over the validation text, is below a hundredth of an equal share.
+"""
+
+import functools
+import itertools
+import json
+import math
+import pathlib
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from softbottle import config as config_lib
+from softbottle import model as model_lib
+from softbottle.data import corpus as corpora
+from softbottle.data.batches import Batch, Stream, evaluation
+
+Row = dict[str, Any]
+SOFTMAX = "softmax"
+# By the name of their rows; `config.head` of each. The first is what users put in.
+RIVALS: dict[str, Row] = {
+    "mos": {"name": "mos", "components": 4},
+    "mos linear": {"name": "mos", "components": 4, "context": "linear"},
+    "mos tanh": {"name": "mos", "components": 4, "context": "tanh"},
+    "moc": {"name": "moc", "components": 4},
+    "partition": {"name": "partition", "classes": 4},
+}
+DEVIATIONS = (0.02, 0.1, 0.5, 1.0)
+RATES = (1e-3, 3e-3, 1e-2)
+VALIDATED = 40  # batches
+NOISE_LIMIT = 0.1  # nats
+
+
+class Point(NamedTuple):
+    """Where a head is put."""
+
+    backbone: str
+    tied: bool
+    deviation: float
+    rate: float
+
+
+def run(
+    configs: Sequence[config_lib.Config],
+    workdir: pathlib.Path | str,
+    rivals: Sequence[str],
+    seeds: int,
+) -> list[Row]:
+    """Train every rival and a softmax at every point; resumes where it stopped.
+
+    Args:
+        configs: one for each backbone, on the same corpus.
+        workdir: where `dropin.jsonl` and `dropin.md` go.
+        rivals: names of RIVALS.
+        seeds: of the softmax; the rivals have the first.
+
+    Returns:
+        The rows: a line of dropin.jsonl each.
+    """
+    workdir = pathlib.Path(workdir)
+    workdir.mkdir(parents=True, exist_ok=True)
+    lines = workdir / "dropin.jsonl"
+    rows = (
+        [json.loads(line) for line in lines.read_text().splitlines()]
+        if (lines.exists())
+        else []
+    )
+    done = {_identity(row) for row in rows}
+    corpus = corpora.load(configs[0].data)
+    heads = [(SOFTMAX, {"name": SOFTMAX}, seeds)]
+    heads += [(name, RIVALS[name], 1) for name in rivals]
+    for config, tied, (name, head, count) in itertools.product(
+        configs, (True, False), heads
+    ):
+        trainer = None
+        for deviation, rate, seed in itertools.product(DEVIATIONS, RATES, range(count)):
+            point = Point(config.model.backbone, tied, deviation, rate)
+            row = {"head": name, "seed": seed, **point._asdict()}
+            if _identity(row) in done:
+                continue
+            if trainer is None:
+                trainer = _Trainer(variant(config, head, tied), corpus)
+            row |= trainer.train(deviation, rate, seed)
+            with lines.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+            print(json.dumps(row), flush=True)
+            rows.append(row)
+    text = report(rows)
+    (workdir / "dropin.md").write_text(text + "\n")
+    print(text)
+    return rows
+
+
+def variant(config: config_lib.Config, head: Row, tied: bool) -> config_lib.Config:
+    """The config with a head and a table of its own."""
+    values = config_lib.to_dict(config)
+    values["head"] |= head
+    values["model"]["tied"] = tied
+    return config_lib.validate(config_lib.from_dict(values))
+
+
+def noise(rows: Sequence[Row]) -> float:
+    """The softmax's standard deviation over seeds, pooled over the points."""
+    variances = []
+    for _, losses in _by_point(rows, SOFTMAX):
+        deviation = np.std(losses, ddof=1) if len(losses) > 1 else math.nan
+        if deviation <= NOISE_LIMIT:
+            variances.append(deviation**2)
+    return float(np.sqrt(np.mean(variances))) if variances else math.nan
+
+
+def report(rows: Sequence[Row]) -> str:
+    """A table for every backbone and table: losses, and differences to the softmax."""
+    names = list(dict.fromkeys(row["head"] for row in rows if row["head"] != SOFTMAX))
+    margin = 2 * noise(rows)
+    text = [f"Noise of a softmax over seeds: {margin / 2:.4f} nats.", ""]
+    by_head = {name: dict(_by_point(rows, name)) for name in (SOFTMAX, *names)}
+    verdicts = []
+    for name in names:
+        differences = {
+            point: losses[0] - by_head[SOFTMAX][point][0]
+            for point, losses in by_head[name].items()
+            if point in by_head[SOFTMAX]
+        }
+        worse = sum(value > margin for value in differences.values())
+        # A loss that is not a number is as bad as can be.
+        worse += sum(math.isnan(value) for value in differences.values())
+        dead = sum(row.get("dead", 0) > 0 for row in rows if row["head"] == name)
+        verdicts.append(
+            f"| {name} | {len(differences)} | {worse} | "
+            f"{max(differences.values(), default=math.nan):+.3f} | "
+            f"{np.mean(list(differences.values())):+.3f} | {dead} |"
+        )
+    text += [
+        "| head | points | worse | worst, nats | mean, nats | with dead components |"
+    ]
+    text += ["|---|---|---|---|---|---|", *verdicts]
+    for kind, points in itertools.groupby(
+        sorted(by_head[SOFTMAX]), key=lambda point: point[:2]
+    ):
+        text += ["", f"{kind[0]}, {'tied' if kind[1] else 'untied'}:", ""]
+        text += ["| std | rate | softmax | " + " | ".join(names) + " |"]
+        text += ["|" + "---|" * (3 + len(names))]
+        for point in points:
+            cells = [f"{by_head[SOFTMAX][point][0]:.3f}"]
+            for name in names:
+                losses = by_head[name].get(point)
+                cells.append(f"{losses[0]:.3f}" if losses else "")
+            text.append(f"| {point.deviation} | {point.rate} | {' | '.join(cells)} |")
+    return "\n".join(text)
+
+
+def _identity(row):
+    return (row["head"], row["seed"], *(row[name] for name in Point._fields))
+
+
+def _by_point(rows, name) -> Iterator[tuple[Point, list[float]]]:
+    found: dict[Point, list[float]] = {}
+    for row in sorted(rows, key=lambda row: row["seed"]):
+        if row["head"] == name:
+            point = Point(*(row[field] for field in Point._fields))
+            found.setdefault(point, []).append(row["loss"])
+    return iter(found.items())
+
+
+class _Trainer:
+    """Trains a config's model from several starts, compiled once."""
+
+    def __init__(self, config, corpus):
+        self.model = model_lib.make(config, len(corpus.vocab))
+        self.config = config
+        data = config.data
+        stream = Stream(corpus.train, data.rows, data.length)
+        batches = [stream.next() for _ in range(config.train.steps)]
+        self.batches = jax.tree.map(lambda *arrays: np.stack(arrays), *batches)
+        passes = evaluation(corpus.valid, data.eval_rows, data.eval_length)
+        few = list(itertools.islice(passes, VALIDATED))
+        full = [batch for batch in few if batch.ids_BS.shape == few[0].ids_BS.shape]
+        self.validation = jax.tree.map(lambda *arrays: np.stack(arrays), *full)
+        self.fit = jax.jit(self._fit)
+        self.validate = jax.jit(self._validate)
+
+    def train(self, deviation, rate, seed):
+        """The validation loss, and the least share of a component."""
+        params = self.model.init(jax.random.key(seed))
+        width = self.config.model.table_range / math.sqrt(3)
+        for name in {"table_VE", "output_VE"} & params.keys():
+            params[name] = params[name] * (deviation / width)
+        params, losses = self.fit(params, rate, self.batches)
+        loss, shares = self.validate(params, self.validation)
+        row = {"loss": float(loss), "last_training_loss": float(jnp.mean(losses[-50:]))}
+        if shares is not None:
+            equal = 1 / len(shares)
+            row["least_share"] = float(jnp.min(shares))
+            row["dead"] = int(jnp.sum(shares < equal / 100))
+        return row
+
+    def _fit(self, params, rate, batches):
+        tx = optax.chain(
+            optax.clip_by_global_norm(self.config.optim.clip or math.inf),
+            optax.scale_by_adam(),
+        )
+        carry = self.model.initial_carry(self.config.data.rows)
+
+        def step(state, batch):
+            params, opt_state, carry = state
+
+            def mean(params):
+                loss, after = self.model.loss(
+                    params, Batch(*batch), carry, jax.random.key(0)
+                )
+                return loss.total / loss.tokens, after
+
+            (loss, carry), grads = jax.value_and_grad(mean, has_aux=True)(params)
+            updates, opt_state = tx.update(grads, opt_state, params)
+            updates = jax.tree.map(lambda update: -rate * update, updates)
+            return (optax.apply_updates(params, updates), opt_state, carry), loss
+
+        (params, *_), losses = jax.lax.scan(
+            step, (params, tx.init(params), carry), batches
+        )
+        return params, losses
+
+    def _validate(self, params, batches):
+        carry = self.model.initial_carry(self.config.data.eval_rows)
+        mixes = "prior_DK" in params["head"]
+
+        def score(carry, batch):
+            batch = Batch(*batch)
+            nll_BS, after = self.model.nll(params, batch, carry)
+            hidden_BSD, _ = self.model.hidden(params, batch, carry)
+            hidden_TD = hidden_BSD.reshape(-1, hidden_BSD.shape[-1])
+            shares = None
+            if mixes:
+                prior_TK = hidden_TD @ params["head"]["prior_DK"].astype(
+                    hidden_TD.dtype
+                )
+                shares = jnp.mean(jax.nn.softmax(prior_TK.astype(jnp.float32)), axis=0)
+            return after, (jnp.sum(nll_BS), jnp.sum(batch.weights_BS), shares)
+
+        _, (total, count, shares) = jax.lax.scan(score, carry, batches)
+        average = functools.partial(jnp.mean, axis=0)
+        return jnp.sum(total) / jnp.sum(count), jax.tree.map(average, shares)
