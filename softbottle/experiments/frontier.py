@@ -160,8 +160,8 @@ def run(
             began = time.monotonic()
             status = frontier_trial.supervise(values, folder, vocab, seconds)
             outcome = frontier_trial.outcome(folder)
-            if outcome is None and not status:
-                break  # asked to stop
+            if outcome is None and status in (0, -signal.SIGTERM):
+                break  # asked to stop, in the loop or before it could take notice
             if outcome is None:
                 broken[key] = f"ended with status {status}"
                 continue
