@@ -228,7 +228,10 @@ class Variants:
 
         if cost(2) == cost(1):
             raise ValueError("model.hidden_dim does not change this backbone.")
-        return wider(_closest(cost, flop))
+        units = _closest(cost, flop)
+        # GEMMs of odd widths are slow; this changes the width by 0.5% at most.
+        multiple = 1 << max(0, (units // 100).bit_length() - 1)
+        return wider(multiple * round(units / multiple))
 
     def _costs(self, config):
         """(flop of a step, parameters)."""
