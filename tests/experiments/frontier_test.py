@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import math
 import shutil
@@ -24,19 +25,20 @@ from softbottle.experiments.frontier_arms import ARMS, Arm, Key, Variants
 from softbottle.training import evaluate, loop, state
 from tests import commands, tiny
 
-pytestmark = pytest.mark.usefixtures("quick_keys", "plain_contexts")
+pytestmark = pytest.mark.usefixtures("quick_keys", "known_settings")
 
 TEXT = {"train": "hash"}
 PAIR = ("softmax", "mos-7-tanh")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def plain_contexts():
-    """The mixtures of seven with the contexts that every version has."""
+def known_settings():
+    """Arms without the settings of heads that this version does not have."""
+    known = {field.name for field in dataclasses.fields(configs.Head)}
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("moc", "mos"):
-            head = {"name": name, "components": 7}
-            patch.setitem(ARMS, f"{name}-7-tanh", Arm(head, first=True))
+        for name, arm in ARMS.items():
+            head = {key: value for key, value in arm.head.items() if key in known}
+            patch.setitem(ARMS, name, arm._replace(head=head))
         yield
 
 
