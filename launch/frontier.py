@@ -13,11 +13,9 @@ Started again it trains what has no line yet, on another machine too if the file
 copied there. --minutes ends it in time, and it says what is missing.
 """
 
-import jax
-
 from softbottle import command
 from softbottle.command import app, config_flags, flags
-from softbottle.experiments import frontier, frontier_arms
+from softbottle.experiments import frontier, frontier_arms, frontier_trial
 
 CONFIG = config_flags.DEFINE_config_file(
     "config", help_string="A file of configs/ that trains a mixture by AdamW."
@@ -53,8 +51,7 @@ def main() -> None:
         return
     if CONFIG.value is None:
         raise app.UsageError("--config is needed, for example configs/lm1b.py")
-    # The devices belong to the runs, each in its process; here are shapes alone.
-    jax.config.update("jax_platforms", "cpu")
+    frontier_trial.leave_devices()
     frontier.run(CONFIG.value, WORKDIR.value, grid, MINUTES.value, KEEP.value)
 
 

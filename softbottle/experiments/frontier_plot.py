@@ -16,6 +16,8 @@ from softbottle.experiments import frontier_report
 from softbottle.experiments.frontier_arms import SOFTMAX
 
 _NAMED = 8  # more points than these are numbered
+# Of a label's place about its point: first to the upper right, off the frontier's line.
+_ANGLES = math.pi * (0.25 + np.arange(16) / 8)
 _COLORS = {
     "softmax": "black",
     "sigsoftmax": "tab:brown",
@@ -99,20 +101,24 @@ def _frequencies(axes, found, labels):
     axes.set_xticks(places)
     axes.set_xlim(0.8, len(places) + 2.2)
     # Labels at the right, each at least a line above the one below.
+    ends.sort(key=lambda end: end[0])
     low, high = axes.get_ylim()
-    gap, last = (high - low) / 34, -math.inf
-    for ratio, point in sorted(ends, key=lambda end: end[0]):
-        last = max(ratio, last + gap)
+    gap, heights = (high - low) / 34, []
+    for ratio, _ in ends:
+        heights.append(max([ratio, *(height + gap for height in heights[-1:])]))
+    above = np.mean(heights) - np.mean([ratio for ratio, _ in ends]) if ends else 0.0
+    for (ratio, point), height in zip(ends, heights, strict=True):
         axes.annotate(
             labels[point.arm],
             (len(places), ratio),
-            (len(places) + 0.4, last),
+            (len(places) + 0.4, height - above),
             va="center",
             fontsize=8,
             color=_color(point),
             arrowprops={"arrowstyle": "-", "lw": 0.4, "color": "gray"},
         )
-    axes.set_ylim(low, max(high, last + gap))
+    top, bottom = max([high, *heights]), min([low, *heights[:1]]) - above
+    axes.set_ylim(min(low, bottom - gap), max(high, top - above + gap))
 
 
 def _label(axes, located, labels):
@@ -146,7 +152,7 @@ def _place(x, y, width, height, taken, frame):
     """The free place of a box that is nearest to a point, or the first if none is."""
     places = []
     for distance in (8, 14, 24, 36, 50, 66):
-        for angle in np.linspace(0, 2 * math.pi, 16, endpoint=False):
+        for angle in _ANGLES:
             left = x + math.cos(angle) * (distance + width / 2) - width / 2
             low = y + math.sin(angle) * (distance + height / 2) - height / 2
             places.append((left, low))

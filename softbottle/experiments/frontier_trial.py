@@ -30,6 +30,14 @@ _OUTCOME = "outcome.json"
 _PATIENCE = 1.0  # seconds between two requests to stop
 
 
+def leave_devices() -> None:
+    """Keep this process, which looks at shapes alone, on the CPU: runs have the rest.
+
+    To be called before jax is used: a process that has a GPU has its memory.
+    """
+    jax.config.update("jax_platforms", "cpu")
+
+
 def supervise(
     values: dict[str, Any], folder: pathlib.Path, vocab: int, seconds: float | None
 ) -> int:

@@ -351,6 +351,8 @@ def test_the_gain_is_a_share_of_that_of_the_mixture():
         ("moc-7-tanh", "1.10", "1.00", "75%"),
         ("softmax", "1.00", "1.00", "0%"),
     ]
+    worse = [rows[0], make_row("mos-7-tanh", loss=4.1)]
+    assert "%" not in frontier_report.table(frontier_report.points(worse))
     advice = frontier_report.recommendations(frontier_report.points(rows))
     best = [line.split("|")[2].strip() for line in advice.splitlines()[2:]]
     assert best == ["softmax", *3 * ["moc-7-tanh"], "mos-7-tanh"]
