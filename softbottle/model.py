@@ -10,6 +10,7 @@ cache of the positions of the same segment of the same row (TRIME), and the rank
 loss of HistAlign is another penalty.
 """
 
+import bisect
 import copy
 import dataclasses
 import functools
@@ -374,9 +375,10 @@ def equal_softmax(
         params = jax.eval_shape(init, jax.random.key(0))
         return count_parameters(params, vocab)
 
-    width = 1
-    while size(width + 1) <= parameters:
-        width += 1
+    most = 1
+    while size(most) <= parameters:
+        most *= 2
+    width = max(1, bisect.bisect_right(range(most), parameters, lo=1, key=size) - 1)
     rival = with_head(config, "softmax", width)
     rival.train.equal_softmax = False
     return rival

@@ -6,6 +6,7 @@ QUICKSTART = "configs/quickstart.py"
 COMMANDS = {
     "help": ("train.py", "--help"),
     "field": ("train.py", "--config", QUICKSTART, "--config.head.componentz=3"),
+    "arm": ("frontier.py", "--config", QUICKSTART, "--arms=softmax,mos-7"),
     "sweep field": ("sweep.py", "--config.modle.order=3"),
     "type": ("train.py", "--config", QUICKSTART, "--config.head.components=many"),
     "head": ("train.py", "--config", f"{QUICKSTART}:sofmax"),
@@ -65,6 +66,7 @@ REASONS = {
     "theta": "--theta must be finite",
     "rows": "--rows=-1",
     "temperature": "--temperature=0",
+    "arm": "no arm is called 'mos-7'; there are softmax, softmax-half, ",
     "no run": "no-run holds no run: there is no config.json in it",
     "no prompt": "no-prompt holds no run",
 }

@@ -1,0 +1,268 @@
+"""Heads by what they cost: perplexity against time, parameters and memory.
+
+Every arm (frontier_arms.py) at every learning rate is an ordinary run in a folder of
+its own (frontier_trial.py). A finished run is a line of `frontier.jsonl` and its folder
+is deleted: the file alone says what is left to do, on any machine. A line has
+
+    arm, head, learning_rate, seed, parameters, steps
+    flop              6 flop per token and parameter of all steps (model.step_flop)
+    seconds           of training: steps times the median of step_ms. Neither
+                      compilation nor validations nor checkpoints are in it
+    step_ms           median over the run's windows of train.log_every steps of the wall
+                      time per step
+    elapsed           wall seconds of the whole run, its process and evaluation included
+    peak_bytes        the most that the run's process held on its device; null where
+                      the device does not count it, as a CPU
+    valid_loss, valid_perplexity      the best validation
+    test_loss, test_perplexity        of the parameters of that validation
+    validations       [step, loss] of each
+    deciles           words, tokens and test loss by the frequency of the word in the
+                      training text, from the most frequent tenth of its tokens on
+    device, jax
+    fingerprint       a hash of the settings and the text
+
+or, of a run that lost its loss or did not fit into memory, `failed` with the reason.
+
+Runs come in rounds: the arms of the first question at the first learning rate and seed,
+the other arms, all arms at the other rates, and last the other seeds of the four arms
+that matter, each at its best rate.
+"""
+
+import contextlib
+import json
+import math
+import pathlib
+import shutil
+import signal
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from softbottle import config as config_lib
+from softbottle import files
+from softbottle.data import corpus as corpus_lib
+from softbottle.data import lines
+from softbottle.experiments import (
+    frontier_arms,
+    frontier_plot,
+    frontier_report,
+    frontier_trial,
+)
+from softbottle.experiments.frontier_arms import ARMS, Key, Variant, Variants
+from softbottle.training import metrics
+
+Row = dict[str, Any]
+_ROWS = "frontier.jsonl"
+
+
+class Grid(NamedTuple):
+    """What is to be compared.
+
+    Attributes:
+        arms: names of frontier_arms.ARMS.
+        rates: learning rates of every arm.
+        seeds: the first for all, the others for `frontier_arms.SEVERAL_SEEDS`.
+    """
+
+    arms: Sequence[str] = tuple(ARMS)
+    rates: Sequence[float] = (0.002, 0.004)
+    seeds: Sequence[int] = (0,)
+
+
+def plan(grid: Grid, rows: Sequence[Row]) -> list[Key]:
+    """All runs in their order; the rates of the last round depend on the rows."""
+    arms = [name for name in ARMS if name in grid.arms]
+    arms.sort(key=lambda name: not ARMS[name].first)
+    seed, *others = grid.seeds
+    keys = [Key(arm, rate, seed) for rate in grid.rates for arm in arms]
+    for other in others:
+        for arm in frontier_arms.SEVERAL_SEEDS:
+            if arm in arms:
+                rate = frontier_report.best_rate(rows, arm)
+                keys.append(Key(arm, grid.rates[0] if rate is None else rate, other))
+    return keys
+
+
+def missing(grid: Grid, rows: Sequence[Row]) -> list[Key]:
+    """The runs of a plan that have no row."""
+    done = {_key(row) for row in rows}
+    return [key for key in plan(grid, rows) if key not in done]
+
+
+def read(workdir: pathlib.Path | str) -> list[Row]:
+    """The rows of finished runs; none where there is no file.
+
+    Raises:
+        ValueError: if a line is not a row.
+    """
+    path = pathlib.Path(workdir) / _ROWS
+    if not path.exists():
+        return []
+    rows = []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        try:
+            row = json.loads(line)
+            _key(row)
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path}: line {number} is not a run's row.") from error
+        rows.append(row)
+    return rows
+
+
+def run(
+    config: config_lib.Config,
+    workdir: pathlib.Path | str,
+    grid: Grid,
+    minutes: float | None = None,
+    keep: bool = False,
+) -> list[Row]:
+    """Train what has no row yet, in order, and draw the frontier.
+
+    Args:
+        config: the settings that all runs share.
+        workdir: where rows, runs and report are.
+        grid: what is compared.
+        minutes: after which the run under way is stopped; a run that is not expected
+            to end in time is not started. None for no limit.
+        keep: leave the folders of finished runs.
+
+    Returns:
+        All rows, those of earlier calls included.
+
+    Raises:
+        ValueError: before anything is trained, for an arm that there is not or that
+            cannot be made, and for rows of other settings or of another text.
+    """
+    deadline = math.inf if minutes is None else time.monotonic() + 60 * minutes
+    workdir, rows = pathlib.Path(workdir), read(workdir)
+    frontier_arms.check_names(grid.arms)
+    corpus = corpus_lib.load(config.data)
+    vocab, text = len(corpus.vocab), corpus_lib.digest(corpus)
+    stream = lines.stream(config.data, corpus.vocab, corpus.train, config.seed)
+    variants = Variants(config, vocab, stream.steps_per_epoch, text)
+    for key in plan(grid, rows):
+        _check_rows(key, variants.make(*key), rows)
+    workdir.mkdir(parents=True, exist_ok=True)
+    broken: dict[Key, str] = {}
+    with _interruptible(), contextlib.suppress(KeyboardInterrupt):
+        while True:
+            left = deadline - time.monotonic()
+            runs = {key: variants.make(*key) for key in missing(grid, rows)}
+            waits = {key: _expected(key, runs[key], rows, workdir) for key in runs}
+            ready = [key for key in runs if key not in broken and waits[key] < left]
+            if not ready or left <= 0:
+                break
+            key, folder = ready[0], workdir / str(ready[0])
+            print(f"{key}: {len(runs)} runs to go{_told(waits[key])}", flush=True)
+            values = config_lib.to_dict(runs[key].config)
+            seconds = None if math.isinf(left) else left
+            began = time.monotonic()
+            status = frontier_trial.supervise(values, folder, vocab, seconds)
+            outcome = frontier_trial.outcome(folder)
+            if outcome is None and status in (0, -signal.SIGTERM):
+                break  # asked to stop, in the loop or before it could take notice
+            if outcome is None:
+                broken[key] = f"ended with status {status}"
+                continue
+            spent = round(time.monotonic() - began, 3)
+            rows.append(_row(key, runs[key], outcome, spent))
+            _write(workdir, rows)
+            frontier_report.write_table(workdir, rows, _named(grid, rows, broken))
+            if not keep:
+                shutil.rmtree(folder)
+    report(workdir, grid, broken)
+    return rows
+
+
+def report(
+    workdir: pathlib.Path | str, grid: Grid, broken: dict[Key, str] | None = None
+) -> None:
+    """Draw the rows that there are, print their table, and say what is missing.
+
+    Args:
+        workdir: where the rows are and the report goes.
+        grid: what was to be compared.
+        broken: why runs have no row, where that is known.
+    """
+    workdir, rows = pathlib.Path(workdir), read(workdir)
+    named = _named(grid, rows, broken or {})
+    if rows:
+        print(frontier_report.write_table(workdir, rows, named))
+        frontier_plot.draw(rows).save(workdir / "frontier.png")
+    else:
+        print("no run is finished yet.")
+    if named:
+        runs = ", ".join(
+            f"{key} ({why})" if why else str(key) for key, why in named.items()
+        )
+        print(f"missing: {runs}")
+
+
+def _named(grid, rows, broken):
+    """The runs that are missing, and why if that is known."""
+    return {key: broken.get(key, "") for key in missing(grid, rows)}
+
+
+def _row(key: Key, variant: Variant, outcome: Row, spent: float) -> Row:
+    # A run that resumed has spent time in earlier processes, which the outcome knows.
+    elapsed = max(spent, outcome.get("elapsed", 0.0))
+    return {
+        "arm": key.arm,
+        "head": variant.head,
+        "learning_rate": key.rate,
+        "seed": key.seed,
+        "parameters": variant.parameters,
+        "steps": variant.steps,
+        "flop": variant.flop,
+        "fingerprint": variant.fingerprint,
+        **outcome,
+        "elapsed": elapsed,
+    }
+
+
+def _write(workdir, rows):
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    files.replace(workdir / _ROWS, text)
+
+
+def _key(row):
+    return Key(row["arm"], row["learning_rate"], row["seed"])
+
+
+def _check_rows(key, variant, rows):
+    for row in rows:
+        if _key(row) == key and row["fingerprint"] != variant.fingerprint:
+            raise ValueError(
+                f"{_ROWS} has {key} of other settings or of another text; use another "
+                "workdir."
+            )
+
+
+def _expected(key, variant, rows, workdir):
+    """Seconds that a run will take: as its arm took, or the arm nearest in flop."""
+    ended = [row for row in rows if "failed" not in row]
+    if not ended:
+        return 0.0
+    own = [row["elapsed"] for row in ended if row["arm"] == key.arm]
+    if own:
+        seconds = statistics.median(own)
+    else:
+        nearest = min(ended, key=lambda row: abs(math.log(row["flop"] / variant.flop)))
+        seconds = nearest["elapsed"] * variant.flop / nearest["flop"]
+    lines = metrics.read(workdir / str(key))
+    return seconds * (1 - lines[-1]["step"] / variant.steps) if lines else seconds
+
+
+def _told(seconds):
+    return f", {seconds / 60:.1f} minutes expected" if seconds else ""
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """SIGTERM is an interrupt, too: the run under way saves, and the program ends."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

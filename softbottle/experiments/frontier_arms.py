@@ -1,0 +1,266 @@
+"""What the frontier compares: arms, and the settings of a run that trains one.
+
+An arm is a head and, for the rivals of a mixture, what the softmax is matched to. The
+widths come from the config: a head that projects its contexts has the config's table,
+one that reads the state itself has a table as wide as `model.last_dim`. All runs see
+the config's text in the config's batches, with a warm-up of 5% of their steps and a
+cosine decay to zero over all of them.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from softbottle import config as config_lib
+from softbottle import heads, sections
+from softbottle import model as model_lib
+
+
+class Arm(NamedTuple):
+    """One of the things that are compared.
+
+    Attributes:
+        head: settings of `config.head`; all others have the head's default.
+        match: what a softmax is to have in common with REFERENCE or with itself.
+
+            width       half of the softmax's
+            parameters  at most as many as REFERENCE, as nearly as the width gives it
+            trunk       the flop of a step of REFERENCE, by a wider `model.hidden_dim`
+            passes      the flop of all steps of REFERENCE, by more passes
+        first: whether it belongs to the first question, contexts or mixture.
+    """
+
+    head: dict[str, Any]
+    match: str | None = None
+    first: bool = False
+
+
+SOFTMAX, REFERENCE = "softmax", "mos-7-tanh"
+
+
+def _mixtures(name, components, contexts, first=False):
+    return {
+        f"{name}-{components}-{context}": Arm(
+            {"name": name, "components": components, "context": context},
+            first=first and context != "linear",
+        )
+        for context in contexts
+    }
+
+
+_ALL, _TWO = ("tanh", "residual", "linear"), ("tanh", "residual")
+ARMS = {
+    SOFTMAX: Arm({"name": "softmax"}, first=True),
+    "softmax-half": Arm({"name": "softmax"}, "width"),
+    "softmax-parameters": Arm({"name": "softmax"}, "parameters"),
+    "softmax-time-trunk": Arm({"name": "softmax"}, "trunk"),
+    "softmax-time-passes": Arm({"name": "softmax"}, "passes"),
+    "sigsoftmax": Arm({"name": "sigsoftmax"}),
+    "softcap": Arm({"name": "softcap", "cap": 30.0}),
+    **_mixtures("moc", 7, _ALL, first=True),
+    **_mixtures("mos", 7, _ALL, first=True),
+    **_mixtures("mos", 2, _TWO),
+    **_mixtures("mos", 4, _TWO),
+    "partition-4": Arm({"name": "partition", "classes": 4}),
+    "partition-8": Arm({"name": "partition", "classes": 8}),
+    "partition-4-mos-2": Arm({"name": "partition", "classes": 4, "components": 2}),
+    "mos-7-active-2": Arm({"name": "mos", "components": 7, "active": 2}),
+    "mos-15-active-2": Arm({"name": "mos", "components": 15, "active": 2}),
+}
+# The four that matter, which are trained with several seeds.
+SEVERAL_SEEDS = (SOFTMAX, "moc-7-residual", "mos-7-residual", REFERENCE)
+_WARMUP, _VALIDATIONS, _WINDOWS = 0.05, 8, 40
+# How often a run reports, and where its text lies, make no other run of it.
+_FREE = ("train.", "mesh.", "data.path", "data.cache", "format")
+
+
+class Key(NamedTuple):
+    """Which run."""
+
+    arm: str
+    rate: float
+    seed: int
+
+    def __str__(self) -> str:
+        """The name of its folder."""
+        return f"{self.arm}-{self.rate:g}-{self.seed}"
+
+
+class Variant(NamedTuple):
+    """The settings of a run, and what shapes tell of it."""
+
+    config: config_lib.Config
+    head: str
+    parameters: int
+    steps: int
+    flop: float
+    fingerprint: str
+
+
+class _Model(NamedTuple):
+    """What runs of an arm share; the flop are those of a step."""
+
+    config: config_lib.Config
+    passes: int
+    flop: int
+    parameters: int
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Raise ValueError, with the arms that there are, unless all of these are."""
+    for name in names:
+        if name not in ARMS:
+            raise ValueError(f"no arm is called {name!r}; there are {', '.join(ARMS)}.")
+
+
+class Variants:
+    """The runs of arms on one text.
+
+    Args:
+        config: the settings that all runs share.
+        vocab: how many words there are.
+        steps_per_epoch: of the training text.
+        text: the hashes of the corpus.
+
+    Raises:
+        ValueError: if the optimizer has no decay.
+    """
+
+    def __init__(
+        self,
+        config: config_lib.Config,
+        vocab: int,
+        steps_per_epoch: int,
+        text: dict[str, str],
+    ):
+        if config.optim.name != "adamw":
+            raise ValueError(
+                "the frontier decays the learning rate over a pass, which optim.name="
+                f"{config.optim.name!r} does not do; use adamw."
+            )
+        self._config, self._vocab, self._text = config, vocab, text
+        steps = (config.train.epochs or 1) * steps_per_epoch
+        self._steps = min(steps, config.train.steps or steps)
+        self._models: dict[str, _Model] = {}
+
+    def make(self, name: str, rate: float, seed: int) -> Variant:
+        """The run of an arm at a learning rate with a seed.
+
+        Raises:
+            ValueError: naming the arm, if this version has no such head or the config
+                no such model.
+        """
+        if name not in self._models:
+            try:
+                self._models[name] = self._model(name)
+            except ValueError as error:
+                raise ValueError(f"the arm {name} cannot be made: {error}") from error
+        model = self._models[name]
+        config = config_lib.from_dict(config_lib.to_dict(model.config))
+        steps = model.passes * self._steps
+        config.seed = seed
+        optim, train = config.optim, config.train
+        optim.learning_rate, optim.end_factor = rate, 0.0
+        # The last update has the rate 0, as in docs/results/lm1b.md.
+        optim.warmup_steps, optim.decay_steps = int(_WARMUP * steps), max(1, steps - 1)
+        train.steps, train.epochs, train.stop_patience = steps, None, None
+        train.equal_softmax = train.series = False
+        train.eval_every = math.ceil(steps / _VALIDATIONS)
+        train.log_every = min(train.log_every, math.ceil(steps / _WINDOWS))
+        train.checkpoint_every = steps
+        config = config_lib.validate(config)
+        head, flop = repr(model_lib.make_head(config)), model.flop * steps
+        mark = _fingerprint(config, self._text)
+        return Variant(config, head, model.parameters, steps, flop, mark)
+
+    def _model(self, name):
+        config, passes = self._matched(ARMS[name])
+        return _Model(config, passes, *self._costs(config))
+
+    def _matched(self, arm):
+        """The arm's settings but for the optimizer's, and its passes."""
+        config = self._with_head(arm.head)
+        if arm.match is None:
+            return config, 1
+        softmax = config
+        if arm.match == "width":
+            width = max(1, softmax.model.last_dim // 2)
+            return model_lib.with_head(softmax, "softmax", width), 1
+        reference = self._with_head(ARMS[REFERENCE].head)
+        flop, parameters = self._costs(reference)
+        if arm.match == "parameters":
+            return model_lib.equal_softmax(reference, self._vocab, parameters), 1
+        if arm.match == "passes":
+            return softmax, max(1, round(flop / self._costs(softmax)[0]))
+        return self._with_trunk(softmax, flop), 1
+
+    def _with_head(self, settings):
+        values = config_lib.to_dict(self._config)
+        for name in values["head"]:
+            if name not in ("budget_mib", "implementation"):
+                values["head"][name] = None
+        values["head"] |= settings
+        # Read as settings of today: an unknown one is refused, naming those there are.
+        config = config_lib.from_dict(values)
+        if not heads.from_config(config.head).projects:
+            width = config.model.last_dim
+            config = model_lib.with_head(config, config.head.name, width)
+        model_lib.make_head(config)
+        return config
+
+    def _with_trunk(self, config, flop):
+        """The config with the inner width whose step comes closest to so many flop."""
+        unit = 1
+        if config.model.backbone == "transformer":
+            unit = 2 * config.model.attention_heads
+
+        def wider(units):
+            variant = config_lib.from_dict(config_lib.to_dict(config))
+            variant.model.hidden_dim = unit * units
+            return variant
+
+        def cost(units):
+            return self._costs(wider(units))[0]
+
+        if cost(2) == cost(1):
+            raise ValueError("model.hidden_dim does not change this backbone.")
+        units = _closest(cost, flop)
+        # GEMMs of odd widths are slow; this changes the width by 0.5% at most.
+        multiple = 1 << max(0, (units // 100).bit_length() - 1)
+        return wider(multiple * round(units / multiple))
+
+    def _costs(self, config):
+        """(flop of a step, parameters)."""
+        init = model_lib.make(config, self._vocab).init
+        params = jax.eval_shape(init, jax.random.key(0))
+        tokens = config.data.rows * config.data.length
+        flop = model_lib.step_flop(config, params, tokens)
+        return flop, model_lib.count_parameters(params, self._vocab)
+
+
+def _closest(cost: Callable[[int], float], target: float) -> int:
+    """The number from 1 on whose cost, which rises with it, is nearest to a target."""
+    low, high = 1, 2
+    while cost(high) < target:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if cost(middle) < target else (low, middle)
+    return min(low, high, key=lambda number: abs(cost(number) - target))
+
+
+def _fingerprint(config, text):
+    """A hash of the text and of all settings that are not the defaults."""
+    defaults = sections.flatten(config_lib.to_dict(config_lib.Config()))
+    settings = {
+        name: value
+        for name, value in sections.flatten(config_lib.to_dict(config)).items()
+        if not name.startswith(_FREE) and value != defaults[name]
+    }
+    steps = config.train.steps
+    told = json.dumps([settings, steps, text], sort_keys=True)
+    return hashlib.sha256(told.encode()).hexdigest()[:16]

@@ -1,0 +1,210 @@
+"""The frontier as a picture: lower and farther to the left is better.
+
+Axes: N deciles of the words.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import matplotlib.backends.backend_agg
+import numpy as np
+from matplotlib.lines import Line2D
+
+from softbottle.analysis import drawing
+from softbottle.experiments import frontier_report
+from softbottle.experiments.frontier_arms import SOFTMAX
+
+_NAMED = 8  # more points than these are numbered
+# Of a label's place about its point: first to the upper right, off the frontier's line.
+_ANGLES = math.pi * (0.25 + np.arange(16) / 8)
+_COLORS = {
+    "softmax": "black",
+    "sigsoftmax": "tab:brown",
+    "softcap": "tab:pink",
+    "moc": "tab:green",
+    "mos": "tab:blue",
+    "partition": "tab:orange",
+}
+
+
+def draw(rows: Sequence[dict[str, Any]]) -> drawing.Figure:
+    """Perplexity by seconds, parameters and memory, and by the words' frequency."""
+    found = frontier_report.points(rows)
+    figure = drawing.Figure(figsize=(14, 11), layout="constrained")
+    matplotlib.backends.backend_agg.FigureCanvasAgg(figure)
+    panels = figure.subplots(2, 2)
+    numbered = len(found) > _NAMED
+    labels = {
+        point.arm: str(number) if numbered else point.arm
+        for number, point in enumerate(found, 1)
+    }
+    costs = {
+        "seconds of training": ("seconds", 1.0),
+        "parameters, millions": ("parameters", 1e-6),
+        "peak memory, GiB": ("peak_bytes", 2.0**-30),
+    }
+    for axes, (title, (field, unit)) in zip(panels.flat, costs.items(), strict=False):
+        axes.set(xlabel=title, ylabel="test perplexity", title=f"By {title}")
+        _scatter(axes, found, field, unit)
+    _frequencies(panels[1, 1], found, labels)
+    if numbered:
+        figure.legend(
+            handles=[_handle(point, labels[point.arm]) for point in found],
+            loc="outside lower center",
+            ncols=6,
+            fontsize=9,
+        )
+    # Sizes of texts are known only once everything else has its place.
+    figure.draw_without_rendering()
+    for axes, (field, unit) in zip(panels.flat, costs.values(), strict=False):
+        _label(axes, _located(found, field, unit), labels)
+    return figure
+
+
+def _scatter(axes, found, field, unit):
+    located = _located(found, field, unit)
+    for point, (x, y) in located.items():
+        axes.plot(x, y, "o", color=_color(point), markersize=6)
+    if not located:
+        axes.text(0.5, 0.5, "not counted on this device", ha="center")
+        return
+    front = _front(list(located.values()))
+    axes.step(*zip(*front, strict=True), where="post", color="tab:red", lw=1, zorder=0)
+    axes.set_xscale("log")
+    axes.margins(0.12)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter("{x:.4g}")
+        axis.set_minor_formatter("{x:.4g}")
+    axes.tick_params(axis="x", which="both", labelsize=8)
+
+
+def _frequencies(axes, found, labels):
+    axes.set(
+        xlabel="decile of the training tokens, most frequent words first",
+        ylabel="test perplexity over the softmax's",
+        title="By word frequency",
+    )
+    softmax = [point for point in found if point.arm == SOFTMAX]
+    if not softmax:
+        axes.text(0.5, 0.5, "the softmax is missing", ha="center")
+        return
+    base_N = _losses(softmax[0])
+    ends = []
+    for point in found:
+        ratio_N = np.exp(_losses(point) - base_N)
+        places = np.arange(1, len(ratio_N) + 1)
+        axes.plot(places, ratio_N, color=_color(point), lw=1, marker=".")
+        finite = np.flatnonzero(np.isfinite(ratio_N))
+        if len(finite):
+            ends.append((ratio_N[finite[-1]], point))
+    axes.set_xticks(places)
+    axes.set_xlim(0.8, len(places) + 2.2)
+    # Labels at the right, each at least a line above the one below.
+    ends.sort(key=lambda end: end[0])
+    low, high = axes.get_ylim()
+    gap, heights = (high - low) / 34, []
+    for ratio, _ in ends:
+        heights.append(max([ratio, *(height + gap for height in heights[-1:])]))
+    above = np.mean(heights) - np.mean([ratio for ratio, _ in ends]) if ends else 0.0
+    for (ratio, point), height in zip(ends, heights, strict=True):
+        axes.annotate(
+            labels[point.arm],
+            (len(places), ratio),
+            (len(places) + 0.4, height - above),
+            va="center",
+            fontsize=8,
+            color=_color(point),
+            arrowprops={"arrowstyle": "-", "lw": 0.4, "color": "gray"},
+        )
+    top, bottom = max([high, *heights]), min([low, *heights[:1]]) - above
+    axes.set_ylim(min(low, bottom - gap), max(high, top - above + gap))
+
+
+def _label(axes, located, labels):
+    """Write a name beside each point, where no other name and no point is."""
+    figure = axes.figure
+    pixels = {p: axes.transData.transform(place) for p, place in located.items()}
+    taken = [(x - 6, y - 6, x + 6, y + 6) for x, y in pixels.values()]
+    frame = axes.get_window_extent()
+    scale = figure.dpi / 72
+    for point, (x, y) in sorted(pixels.items(), key=lambda item: -item[1][1]):
+        text = axes.annotate(
+            labels[point.arm], located[point], fontsize=8, color=_color(point)
+        )
+        box = text.get_window_extent()
+        width, height = box.width, box.height
+        left, low = _place(x, y, width, height, taken, frame)
+        taken.append((left, low, left + width, low + height))
+        text.set(position=((left - x) / scale, (low - y) / scale))
+        text.set_anncoords("offset points")
+        if math.hypot(left + width / 2 - x, low + height / 2 - y) > width / 2 + 24:
+            axes.annotate(
+                "",
+                located[point],
+                ((left + width / 2 - x) / scale, (low + height / 2 - y) / scale),
+                textcoords="offset points",
+                arrowprops={"arrowstyle": "-", "lw": 0.4, "shrinkA": 5, "shrinkB": 2},
+            )
+
+
+def _place(x, y, width, height, taken, frame):
+    """The free place of a box that is nearest to a point, or the first if none is."""
+    places = []
+    for distance in (8, 14, 24, 36, 50, 66):
+        for angle in _ANGLES:
+            left = x + math.cos(angle) * (distance + width / 2) - width / 2
+            low = y + math.sin(angle) * (distance + height / 2) - height / 2
+            places.append((left, low))
+    for left, low in places:
+        box = (left, low, left + width, low + height)
+        inside = box[0] > frame.x0 and box[2] < frame.x1
+        inside = inside and box[1] > frame.y0 and box[3] < frame.y1
+        if inside and not any(_overlap(box, other) for other in taken):
+            return left, low
+    return places[0]
+
+
+def _overlap(box, other):
+    apart = box[2] < other[0] or other[2] < box[0]
+    return not (apart or box[3] < other[1] or other[3] < box[1])
+
+
+def _located(found, field, unit):
+    means = {point: point.mean(field) for point in found}
+    return {
+        point: (mean * unit, point.perplexity)
+        for point, mean in means.items()
+        if not math.isnan(mean)
+    }
+
+
+def _front(places):
+    """Places with no other that is as low and as far to the left."""
+    front, lowest = [], math.inf
+    for x, y in sorted(places):
+        if y < lowest:
+            front.append((x, y))
+            lowest = y
+    return front
+
+
+def _losses(point):
+    """Test loss by decile, mean over the seeds; NaN where there is no token."""
+    by_run = [[row["loss"] for row in run["deciles"]] for run in point.runs]
+    return np.mean(np.array(by_run, float), axis=0)
+
+
+def _handle(point, label):
+    return Line2D(
+        [],
+        [],
+        marker="o",
+        linestyle="",
+        color=_color(point),
+        label=f"{label}  {point.arm}",
+    )
+
+
+def _color(point):
+    return _COLORS.get(point.head.partition("(")[0], "tab:gray")

@@ -1,0 +1,207 @@
+"""The frontier's rows as a table.
+
+Of an arm's learning rates the one with the lowest validation loss is shown, and no test
+text has a say in it. With several seeds at that rate the numbers are their means.
+"""
+
+import dataclasses
+import math
+import pathlib
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from softbottle import files
+from softbottle.experiments.frontier_arms import ARMS, REFERENCE, SOFTMAX, Key
+
+Row = dict[str, Any]
+# Budgets of time over the softmax's, each of which has a recommendation.
+BUDGETS = (1.0, 1.1, 1.3, 2.0, math.inf)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Point:
+    """An arm at its best learning rate, means over the seeds."""
+
+    arm: str
+    head: str
+    rate: float
+    runs: list[Row]
+
+    def mean(self, field: str) -> float:
+        """The mean of a field; NaN where a run does not have it."""
+        values = [row[field] for row in self.runs]
+        return math.nan if None in values else statistics.fmean(values)
+
+    @property
+    def loss(self) -> float:
+        """The test loss."""
+        return statistics.fmean(row["test_loss"] for row in self.runs)
+
+    @property
+    def perplexity(self) -> float:
+        """The mean of the seeds' test perplexities."""
+        return statistics.fmean(row["test_perplexity"] for row in self.runs)
+
+
+def best_rate(rows: Sequence[Row], arm: str) -> float | None:
+    """The learning rate of an arm with the lowest validation loss; None without runs.
+
+    Rates are compared on the seeds that all of them have, if there are any.
+    """
+    losses: dict[float, dict[int, float]] = {}
+    for row in rows:
+        if row["arm"] == arm and "failed" not in row:
+            by_seed = losses.setdefault(row["learning_rate"], {})
+            by_seed[row["seed"]] = row["valid_loss"]
+    if not losses:
+        return None
+    shared = set.intersection(*(set(by_seed) for by_seed in losses.values()))
+
+    def loss(rate):
+        by_seed = losses[rate]
+        return statistics.fmean(by_seed[seed] for seed in shared or by_seed)
+
+    return min(losses, key=loss)
+
+
+def points(rows: Sequence[Row]) -> list[Point]:
+    """Every arm that has a run, at its best rate, in the arms' order."""
+    order = {arm: place for place, arm in enumerate(ARMS)}
+    arms = dict.fromkeys(row["arm"] for row in rows)
+    found = []
+    for arm in sorted(arms, key=lambda arm: order.get(arm, len(order))):
+        rate = best_rate(rows, arm)
+        if rate is None:
+            continue
+        runs = [
+            row
+            for row in rows
+            if (row["arm"], row["learning_rate"]) == (arm, rate) and "failed" not in row
+        ]
+        found.append(Point(arm, runs[0]["head"], rate, runs))
+    return found
+
+
+def write_table(
+    workdir: pathlib.Path, rows: Sequence[Row], missing: Mapping[Key, str]
+) -> str:
+    """Write `workdir/frontier.md`.
+
+    Args:
+        workdir: where it goes.
+        rows: of the runs that are finished.
+        missing: those that are not, and why if that is known.
+
+    Returns:
+        The table.
+    """
+    found = points(rows)
+    here = {point.arm for point in found}
+    absent = [
+        arm
+        for arm in ARMS
+        if arm not in here and any(key.arm == arm for key in missing)
+    ]
+    heading = "# The frontier"
+    if absent:
+        heading += f": partial, without {', '.join(absent)}"
+    elif missing:
+        heading += ": partial, some runs are missing"
+    text = [heading, "", *_setting(rows), "", table(found), ""]
+    if any(point.arm == SOFTMAX for point in found):
+        text += ["## Which head for how much time", "", recommendations(found), ""]
+    text += ["## Validation perplexity along the training", "", along(found), ""]
+    failed = [row for row in rows if "failed" in row]
+    if failed:
+        text += ["## Failed", "", *map(_failure, failed), ""]
+    if missing:
+        names = (f"- {key}{': ' + why if why else ''}" for key, why in missing.items())
+        text += ["## Missing", "", *names, ""]
+    files.replace(workdir / "frontier.md", "\n".join(text))
+    return table(found)
+
+
+def table(found: Sequence[Point]) -> str:
+    """The points as a Markdown table, the lowest perplexity first."""
+    titles = [
+        *("arm", "head", "rate", "seeds", "test perplexity", "validation"),
+        *("seconds", "over softmax", "parameters", "peak GiB", "share of the gain"),
+    ]
+    by_arm = {point.arm: point for point in found}
+    softmax, reference = by_arm.get(SOFTMAX), by_arm.get(REFERENCE)
+    text = [_line(titles), "|---" * len(titles) + "|"]
+    for point in sorted(found, key=lambda point: point.perplexity):
+        ratio = share = None
+        if softmax:
+            ratio = point.mean("seconds") / softmax.mean("seconds")
+        if softmax and reference and softmax.loss > reference.loss:
+            share = (softmax.loss - point.loss) / (softmax.loss - reference.loss)
+        peak = point.mean("peak_bytes")
+        cells = [
+            *(point.arm, f"`{point.head}`", f"{point.rate:g}", str(len(point.runs))),
+            _spread([row["test_perplexity"] for row in point.runs]),
+            _spread([row["valid_perplexity"] for row in point.runs]),
+            f"{point.mean('seconds'):.4g}",
+            "" if ratio is None else f"{ratio:.2f}",
+            f"{point.runs[0]['parameters']:,}",
+            "" if math.isnan(peak) else f"{peak / 2**30:.2f}",
+            "" if share is None else f"{share:.0%}",
+        ]
+        text.append(_line(cells))
+    return "\n".join(text)
+
+
+def recommendations(found: Sequence[Point]) -> str:
+    """For each budget of time the arm with the lowest validation loss within it."""
+    (softmax,) = (point for point in found if point.arm == SOFTMAX)
+    titles = ["training time over softmax, at most", "best by validation"]
+    titles += ["over softmax", "test perplexity"]
+    text = [_line(titles), "|---" * len(titles) + "|"]
+    for budget in BUDGETS:
+        ratios = {
+            point: point.mean("seconds") / softmax.mean("seconds") for point in found
+        }
+        within = [point for point in found if ratios[point] <= budget]
+        best = min(within, key=lambda point: point.mean("valid_loss"))
+        limit = "any" if math.isinf(budget) else f"{budget:g}"
+        cells = [limit, best.arm, f"{ratios[best]:.2f}", f"{best.perplexity:.2f}"]
+        text.append(_line(cells))
+    return "\n".join(text)
+
+
+def along(found: Sequence[Point]) -> str:
+    """The validations of every arm's first seed by the share of its steps."""
+    size = max(len(point.runs[0]["validations"]) for point in found) if found else 0
+    titles = ["arm", *(f"{part}/{size}" for part in range(1, size + 1))]
+    text = [_line(titles), "|---" * len(titles) + "|"]
+    for point in found:
+        losses = [loss for _, loss in point.runs[0]["validations"]]
+        text.append(_line([point.arm, *(f"{math.exp(loss):.2f}" for loss in losses)]))
+    return "\n".join(text)
+
+
+def _setting(rows):
+    devices = sorted({row["device"] for row in rows if "device" in row})
+    versions = sorted({row["jax"] for row in rows if "jax" in row})
+    return [
+        f"{', '.join(devices) or 'no device'}, jax {', '.join(versions) or 'unknown'}. "
+        "The rate is the best by validation.",
+        "Seconds are steps times the median step, without compilation and validations.",
+        f"The gain is in nats over {SOFTMAX}; that of {REFERENCE}, if any, is 100%.",
+    ]
+
+
+def _failure(row):
+    where = f"{row['arm']} at {row['learning_rate']:g}, seed {row['seed']}"
+    return f"- {where}: {row['failed']}"
+
+
+def _spread(values):
+    if len(values) == 1:
+        return f"{values[0]:.2f}"
+    return f"{statistics.fmean(values):.2f} ± {statistics.stdev(values):.2f}"
+
+
+def _line(cells):
+    return "| " + " | ".join(cells) + " |"

@@ -1,0 +1,195 @@
+"""One run of the frontier, in a process of its own, and what is measured of it.
+
+A device counts the most memory that a process ever held there and cannot be told to
+forget it, so every run has its own process. That also keeps a run that fails from
+taking the others with it.
+"""
+
+import json
+import multiprocessing
+import pathlib
+import signal
+import statistics
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from softbottle import config as config_lib
+from softbottle import files, sharding
+from softbottle import model as model_lib
+from softbottle.data import batches, lines
+from softbottle.training import loop, metrics, optim
+from softbottle.training import step as step_lib
+from softbottle.training.state import Run
+
+DECILES = 10
+_OUTCOME = "outcome.json"
+_PATIENCE = 1.0  # seconds between two requests to stop
+
+
+def leave_devices() -> None:
+    """Keep this process, which looks at shapes alone, on the CPU: runs have the rest.
+
+    To be called before jax is used: a process that has a GPU has its memory.
+    """
+    jax.config.update("jax_platforms", "cpu")
+
+
+def supervise(
+    values: dict[str, Any], folder: pathlib.Path, vocab: int, seconds: float | None
+) -> int:
+    """Call `train` in a new process and wait for its end.
+
+    Args:
+        values: the run's settings, of `config.to_dict`.
+        folder: the run's.
+        vocab: how many words there are.
+        seconds: after which the run is asked to save and stop; None for never.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        KeyboardInterrupt: on SIGINT, when the run has been asked to stop and has ended.
+    """
+    processes = multiprocessing.get_context("forkserver")
+    processes.set_forkserver_preload([__name__])
+    process = processes.Process(target=train, args=(values, folder, vocab))
+    process.start()
+    try:
+        process.join(None if seconds is None else max(0.0, seconds))
+    finally:
+        # More than once: while it loads its text or is evaluated it takes no notice.
+        while process.is_alive():
+            process.terminate()
+            process.join(_PATIENCE)
+    return process.exitcode or 0
+
+
+def train(values: dict[str, Any], folder: pathlib.Path, vocab: int) -> None:
+    """Train a model, or resume training it, and leave what `outcome` reads.
+
+    A loss that is not finite and a lack of memory are outcomes: {"failed": reason}. A
+    run that was asked to stop leaves nothing but its checkpoint.
+    """
+    # The loop has a handler of its own, which saves; the rest takes seconds.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    folder.mkdir(parents=True, exist_ok=True)
+    outcome = _outcome(config_lib.validate(config_lib.from_dict(values)), folder, vocab)
+    if outcome:
+        files.replace(folder / _OUTCOME, json.dumps(outcome))
+
+
+def outcome(folder: pathlib.Path) -> dict[str, Any] | None:
+    """What a run left, if it has ended."""
+    path = folder / _OUTCOME
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def deciles(train: np.ndarray, vocab: int) -> np.ndarray:
+    """The decile of each word, [V]: 0 has the most frequent words of the text.
+
+    Words are sorted by frequency and cut so that each decile has a tenth of the tokens,
+    as nearly as whole words allow. A word belongs where the middle of its tokens lies.
+    """
+    count_V = np.bincount(train, minlength=vocab)
+    order_V = np.argsort(-count_V, kind="stable")
+    sorted_V = count_V[order_V]
+    middle_V = (np.cumsum(sorted_V) - sorted_V / 2) / sorted_V.sum()
+    decile_V = np.empty(vocab, np.int32)
+    decile_V[order_V] = np.minimum(DECILES * middle_V, DECILES - 1).astype(np.int32)
+    # Words that the text does not have are the rarest.
+    return np.where(count_V > 0, decile_V, DECILES - 1)
+
+
+def loss_by_decile(
+    run: Run, ids: np.ndarray, rows: int, decile_V: np.ndarray
+) -> list[dict[str, Any]]:
+    """Tokens and mean loss of a text by the decile of the predicted word.
+
+    The text is read as `evaluate.make_evaluator` reads it, so that the mean of the
+    losses, weighted by tokens, is the loss of the whole text.
+    """
+    data, model = run.config.data, run.model
+    rows, cut = min(rows, len(ids) - 1), lines.cut(data, run.vocab)
+
+    @jax.jit
+    def score(params, batch, carry):
+        nll_BS, carry = model.nll(params, batch, carry)
+        # Padding may hold no word, and its loss is 0.
+        label_BS = jnp.where(batch.weights_BS != 0, batch.labels_BS, 0)
+        group_BS = jnp.asarray(decile_V)[label_BS]
+        sums = jax.ops.segment_sum(nll_BS.ravel(), group_BS.ravel(), DECILES)
+        return sums, carry
+
+    empty = carry = model.initial_carry(rows)
+    total, count = np.zeros(DECILES), np.zeros(DECILES, np.int64)
+    for batch in (cut or batches.evaluation)(ids, rows, data.eval_length):
+        sums, carry = score(run.params, batch, empty if cut else carry)
+        total += np.asarray(sums, np.float64)
+        predicted = batch.labels_BS[batch.weights_BS > 0]
+        count += np.bincount(decile_V[predicted], minlength=DECILES)
+    words = np.bincount(decile_V, minlength=DECILES)
+    return [
+        {
+            "words": int(words[decile]),
+            "tokens": int(count[decile]),
+            "loss": float(total[decile] / count[decile]) if count[decile] else None,
+        }
+        for decile in range(DECILES)
+    ]
+
+
+def _outcome(config, folder, vocab):
+    mesh = sharding.make_mesh(config.mesh)
+    model = model_lib.make(config, vocab, mesh)
+    try:
+        step_lib.check_memory(config, model, optim.make(config.optim), mesh)
+    except ValueError as error:
+        return {"failed": str(error)}
+    try:
+        return loop.run(config, folder, at_end=_measure).get("frontier")
+    except metrics.NonFiniteLossError as error:
+        return {"failed": str(error)}
+    except (jax.errors.JaxRuntimeError, MemoryError) as error:
+        if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
+            return {"failed": f"out of memory: {' '.join(str(error).split())[:300]}"}
+        raise
+
+
+def _measure(ended: loop.Ended) -> dict[str, Any]:
+    """The run's numbers, in the summary's entry `frontier`."""
+    began = time.monotonic()
+    device, data = jax.local_devices()[0], ended.run.config.data
+    # Before this function adds to it.
+    memory = device.memory_stats() or {}
+    recorded = metrics.read(ended.workdir)
+    step_ms = statistics.median(line["step_ms"] for line in recorded if _timed(line))
+    valid = [line for line in recorded if line.get("valid_loss") is not None]
+    decile_V = deciles(ended.corpus.train, len(ended.corpus.vocab))
+    by_decile = loss_by_decile(ended.run, ended.corpus.test, data.test_rows, decile_V)
+    tokens = sum(decile["tokens"] for decile in by_decile)
+    test_loss = sum(row["tokens"] * (row["loss"] or 0.0) for row in by_decile) / tokens
+    valid_loss = min(line["valid_loss"] for line in valid)
+    measured = {
+        "seconds": round(ended.summary["steps"] * step_ms / 1e3, 3),
+        "step_ms": step_ms,
+        "peak_bytes": memory.get("peak_bytes_in_use"),
+        "valid_loss": valid_loss,
+        "valid_perplexity": metrics.perplexity(valid_loss),
+        "test_loss": test_loss,
+        "test_perplexity": ended.summary["test_perplexity"],
+        "validations": [[line["step"], line["valid_loss"]] for line in valid],
+        "deciles": by_decile,
+        "device": device.device_kind,
+        "jax": jax.__version__,
+    }
+    loop_seconds = ended.summary["seconds"] + time.monotonic() - began
+    return {"frontier": measured | {"elapsed": round(loop_seconds, 3)}}
+
+
+def _timed(line):
+    return line.get("step_ms") is not None

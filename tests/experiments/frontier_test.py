@@ -1,0 +1,455 @@
+import dataclasses
+import json
+import math
+import shutil
+import signal
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from configs import lm1b
+from softbottle import config as configs
+from softbottle import sharding
+from softbottle.analysis.drawing import Figure
+from softbottle.data import corpus as corpora
+from softbottle.data import lines
+from softbottle.experiments import (
+    frontier,
+    frontier_plot,
+    frontier_report,
+    frontier_trial,
+)
+from softbottle.experiments.frontier_arms import ARMS, Arm, Key, Variants
+from softbottle.training import evaluate, loop, state
+from tests import commands, tiny
+
+pytestmark = pytest.mark.usefixtures("quick_keys", "known_settings")
+
+TEXT = {"train": "hash"}
+PAIR = ("softmax", "mos-7-tanh")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def known_settings():
+    """Arms without the settings of heads that this version does not have."""
+    known = {field.name for field in dataclasses.fields(configs.Head)}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, arm in ARMS.items():
+            head = {key: value for key, value in arm.head.items() if key in known}
+            patch.setitem(ARMS, name, arm._replace(head=head))
+        yield
+
+
+def make_config(**fields):
+    return tiny.make_config(**({"train__steps": None} | fields))
+
+
+def in_this_process(values, folder, vocab, seconds):
+    """What `supervise` does, without a process."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        frontier_trial.train(values, folder, vocab)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    return 0
+
+
+def no_run(*arguments):
+    raise AssertionError("a run was started")
+
+
+def make_outcome(loss=4.0, **fields):
+    """Made-up numbers of a finished run."""
+    deciles = [{"words": 1, "tokens": 1, "loss": loss + 0.1 * d} for d in range(10)]
+    outcome = {
+        **{"seconds": 10.0, "step_ms": 1.0, "elapsed": 20.0, "peak_bytes": 2**30},
+        **{"valid_loss": loss, "valid_perplexity": math.exp(loss)},
+        **{"test_loss": loss, "test_perplexity": math.exp(loss)},
+        **{"validations": [[8, loss + 1], [16, loss]], "deciles": deciles},
+        **{"device": "cpu", "jax": "0"},
+    }
+    return outcome | fields
+
+
+def make_row(arm, rate=0.002, seed=0, loss=4.0, **fields):
+    """A row of made-up numbers."""
+    row = {
+        **{"arm": arm, "head": f"{arm}()", "learning_rate": rate, "seed": seed},
+        **{"parameters": 1000, "steps": 16, "flop": 1e9, "fingerprint": "x"},
+    }
+    return row | make_outcome(loss, **fields)
+
+
+@pytest.fixture
+def undrawn(monkeypatch):
+    """The picture is empty, which takes no time."""
+    monkeypatch.setattr(frontier_plot, "draw", lambda rows: Figure(figsize=(1, 1)))
+
+
+@pytest.fixture
+def started(monkeypatch, undrawn):
+    """The names of the runs that were started, none of which is trained."""
+    names = []
+
+    def supervise(values, folder, vocab, seconds):
+        names.append(folder.name)
+        folder.mkdir()
+        (folder / "outcome.json").write_text(json.dumps(make_outcome()))
+        return 0
+
+    monkeypatch.setattr(frontier_trial, "supervise", supervise)
+    return names
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory):
+    """(folder, rows) of a softmax and a mixture at one rate; the runs are kept."""
+    workdir = tmp_path_factory.mktemp("frontier")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(frontier_trial, "supervise", in_this_process)
+        grid = frontier.Grid(PAIR, [0.01])
+        return workdir, frontier.run(make_config(), workdir, grid, keep=True)
+
+
+@pytest.mark.slow
+def test_a_finished_run_is_a_row(compared):
+    workdir, rows = compared
+    assert frontier.read(workdir) == rows
+    assert [(row["arm"], row["learning_rate"], row["seed"]) for row in rows] == [
+        *(("softmax", 0.01, 0), ("mos-7-tanh", 0.01, 0))
+    ]
+    for row, head in zip(rows, ("softmax()", "mos(components=7"), strict=True):
+        folder = workdir / f"{row['arm']}-0.01-0"
+        summary = json.loads((folder / "summary.json").read_text())
+        assert row["head"].startswith(head)
+        for name in ("parameters", "steps", "test_perplexity", "valid_perplexity"):
+            assert row[name] == pytest.approx(summary[name], rel=1e-6)
+        assert row["steps"] == 17  # 331 ids in 4 rows of 5
+        assert row["seconds"] == pytest.approx(17 * row["step_ms"] / 1e3, abs=1e-3)
+        assert row["validations"][-1] == [17, row["valid_loss"]]
+        assert row["elapsed"] > 0 and row["peak_bytes"] is None
+    config = json.loads((workdir / "softmax-0.01-0" / "config.json").read_text())
+    optim = config["optim"]
+    assert (optim["warmup_steps"], optim["decay_steps"]) == (0, 16)
+
+
+def test_a_frontier_has_a_table_and_a_picture(compared):
+    workdir, _ = compared
+    text = (workdir / "frontier.md").read_text()
+    assert text.startswith("# The frontier\n") and "| mos-7-tanh | `mos(" in text
+    assert (workdir / "frontier.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_rows_alone_are_enough_to_resume(compared, tmp_path, monkeypatch, undrawn):
+    workdir, rows = compared
+    shutil.copy(workdir / "frontier.jsonl", tmp_path)
+    monkeypatch.setattr(frontier_trial, "supervise", no_run)
+    grid = frontier.Grid(PAIR, [0.01])
+    assert frontier.run(make_config(), tmp_path, grid) == rows
+    assert (tmp_path / "frontier.md").exists()
+
+
+def test_no_minutes_start_nothing_and_name_what_is_missing(
+    compared, tmp_path, monkeypatch, undrawn, capsys
+):
+    shutil.copy(compared[0] / "frontier.jsonl", tmp_path)
+    monkeypatch.setattr(frontier_trial, "supervise", no_run)
+    grid = frontier.Grid((*PAIR, "softcap"), [0.01, 0.02])
+    frontier.run(make_config(), tmp_path, grid, minutes=0)
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == (
+        "missing: softcap-0.01-0, softmax-0.02-0, mos-7-tanh-0.02-0, softcap-0.02-0"
+    )
+    heading = (tmp_path / "frontier.md").read_text().splitlines()[0]
+    assert heading == "# The frontier: partial, without softcap"
+
+
+def test_rows_of_other_settings_are_refused(compared, tmp_path, monkeypatch, undrawn):
+    shutil.copy(compared[0] / "frontier.jsonl", tmp_path)
+    monkeypatch.setattr(frontier_trial, "supervise", no_run)
+    grid = frontier.Grid(PAIR, [0.01])
+    for fields in ({"data__rows": 5}, {"data__synthetic__seed": 3}):
+        with pytest.raises(ValueError, match="softmax-0.01-0 of other settings"):
+            frontier.run(make_config(**fields), tmp_path, grid)
+    # Where the text lies and how often a run reports are no other run.
+    same = make_config(train__log_every=3, data__cache="elsewhere")
+    frontier.run(same, tmp_path, grid)
+
+
+def test_deciles_add_up_to_the_loss_of_the_text(compared):
+    workdir, rows = compared
+    for row in rows:
+        run = state.load_run(workdir / f"{row['arm']}-0.01-0")
+        text, data = corpora.load(run.config.data), run.config.data
+        whole = evaluate.make_evaluator(run.model)(
+            run.params, text.test, data.test_rows, data.eval_length
+        )
+        deciles = row["deciles"]
+        assert sum(decile["tokens"] for decile in deciles) == whole.count == 100
+        total = sum(d["tokens"] * (d["loss"] or 0.0) for d in deciles)
+        assert total / whole.count == pytest.approx(whole.loss, rel=1e-6)
+        assert row["test_loss"] == pytest.approx(whole.loss, rel=1e-6)
+
+
+def test_deciles_of_lines_of_their_own_add_up_too():
+    config = make_config(data__unit="packed", train__steps=1)
+    text = corpora.load(config.data)
+    run, cut = tiny.make_run(config, text.vocab), lines.cut(config.data, text.vocab)
+    decile_V = frontier_trial.deciles(text.train, len(text.vocab))
+    rows = frontier_trial.loss_by_decile(run, text.test, 3, decile_V)
+    whole = evaluate.make_evaluator(run.model, cut=cut)(run.params, text.test, 3, 17)
+    assert sum(row["tokens"] for row in rows) == whole.count
+    total = sum(row["tokens"] * (row["loss"] or 0.0) for row in rows)
+    assert total == pytest.approx(whole.total, rel=1e-6)
+
+
+def test_every_decile_has_a_tenth_of_the_tokens():
+    # Of 1,000 tokens word 3 has 100, words 0 to 2 have 50 each, 150 words have 5.
+    counts = [50, 50, 50, 100, *150 * [5], 0]
+    ids = [word for word, count in enumerate(counts) for _ in range(count)]
+    decile_V = frontier_trial.deciles(np.array(ids), len(counts))
+    assert decile_V[3] == 0 and list(decile_V[:3]) == [1, 1, 2]
+    assert decile_V[-1] == 9
+    for decile in (0, *range(3, 10)):
+        mine = sum(c for c, d in zip(counts, decile_V, strict=True) if d == decile)
+        assert mine == 100
+
+
+@pytest.mark.slow
+def test_a_run_that_loses_its_loss_is_a_row_and_the_next_one_follows(
+    tmp_path, monkeypatch, started
+):
+    without_training = frontier_trial.supervise
+
+    def supervise(values, folder, *rest):
+        diverges = values["optim"]["learning_rate"] > 1
+        return (in_this_process if diverges else without_training)(
+            values, folder, *rest
+        )
+
+    monkeypatch.setattr(frontier_trial, "supervise", supervise)
+    grid = frontier.Grid(["softmax"], [1e30, 0.01])
+    failed, row = frontier.run(make_config(), tmp_path, grid)
+    assert failed["failed"].startswith("step ") and "valid_loss" not in failed
+    assert started == ["softmax-0.01-0"] and row["valid_loss"] == 4.0
+    text = (tmp_path / "frontier.md").read_text()
+    assert "- softmax at 1e+30, seed 0: step " in text
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        *("frontier.jsonl", "frontier.md", "frontier.png")
+    ]
+
+
+@pytest.mark.parametrize("error", ["RESOURCE_EXHAUSTED: 3 bytes", "other"])
+def test_only_a_lack_of_memory_is_an_outcome(tmp_path, monkeypatch, error):
+    def run(*arguments, **keywords):
+        raise jax.errors.JaxRuntimeError(error)
+
+    monkeypatch.setattr(loop, "run", run)
+    config = Variants(make_config(), 11, 17, TEXT).make("softmax", 0.01, 0).config
+    task = (configs.to_dict(config), tmp_path, 11, None)
+    if error == "other":
+        with pytest.raises(jax.errors.JaxRuntimeError):
+            in_this_process(*task)
+        assert frontier_trial.outcome(tmp_path) is None
+    else:
+        in_this_process(*task)
+        assert "out of memory" in frontier_trial.outcome(tmp_path)["failed"]
+
+
+def test_a_model_beyond_the_memory_is_an_outcome(tmp_path, monkeypatch):
+    monkeypatch.setattr(sharding, "device_memory", lambda mesh: 100)
+    config = Variants(make_config(), 11, 17, TEXT).make("softmax", 0.01, 0).config
+    in_this_process(configs.to_dict(config), tmp_path, 11, None)
+    assert "does not fit" in frontier_trial.outcome(tmp_path)["failed"]
+
+
+def test_a_process_that_dies_has_no_row_and_the_next_one_follows(
+    tmp_path, monkeypatch, started, capsys
+):
+    without_training = frontier_trial.supervise
+
+    def supervise(values, folder, *rest):
+        if folder.name == "softmax-0.01-0":
+            return -signal.SIGSEGV
+        return without_training(values, folder, *rest)
+
+    monkeypatch.setattr(frontier_trial, "supervise", supervise)
+    rows = frontier.run(make_config(), tmp_path, frontier.Grid(PAIR, [0.01]))
+    assert [row["arm"] for row in rows] == ["mos-7-tanh"]
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert said == "missing: softmax-0.01-0 (ended with status -11)"
+
+
+@pytest.mark.parametrize("status", [0, -signal.SIGTERM])
+def test_a_run_asked_to_stop_ends_the_program(tmp_path, monkeypatch, capsys, status):
+    monkeypatch.setattr(frontier_trial, "supervise", lambda *task: status)
+    assert frontier.run(make_config(), tmp_path, frontier.Grid(PAIR, [0.01])) == []
+    assert "missing: softmax-0.01-0, mos-7-tanh-0.01-0" in capsys.readouterr().out
+
+
+def test_only_runs_that_should_end_in_time_are_started(tmp_path, started):
+    config, grid = make_config(), frontier.Grid((*PAIR, "softcap"), [0.01, 0.02])
+    text = corpora.load(config.data)
+    digest = corpora.digest(text)
+    variant = Variants(config, len(text.vocab), 17, digest).make("softmax", 0.01, 0)
+    # The mixture has several times the flop, so it is taken to need several times 40 s.
+    row = frontier._row(Key("softmax", 0.01, 0), variant, make_outcome(), 40.0)
+    (tmp_path / "frontier.jsonl").write_text(json.dumps(row) + "\n")
+    frontier.run(config, tmp_path, grid, minutes=1)
+    assert started == ["softcap-0.01-0", "softmax-0.02-0", "softcap-0.02-0"]
+
+
+def test_rounds_begin_with_the_first_question_and_end_with_more_seeds():
+    arms = ("sigsoftmax", "softmax", "moc-7-tanh", "mos-7-tanh", "mos-2-tanh")
+    grid = frontier.Grid(arms, [0.002, 0.004], [0, 5])
+    rows = [make_row("softmax", 0.002, loss=4.1), make_row("softmax", 0.004, loss=4.0)]
+    keys = frontier.plan(grid, rows)
+    first = ["softmax", "moc-7-tanh", "mos-7-tanh"]
+    rest = ["sigsoftmax", "mos-2-tanh"]
+    assert [(key.arm, key.rate) for key in keys if key.seed == 0] == [
+        *((arm, 0.002) for arm in first + rest),
+        *((arm, 0.004) for arm in first + rest),
+    ]
+    assert keys[10:] == [Key("softmax", 0.004, 5), Key("mos-7-tanh", 0.002, 5)]
+    assert frontier.missing(grid, rows) == [
+        key for key in keys if key.arm != "softmax" or key.seed == 5
+    ]
+
+
+def test_the_best_rate_is_that_of_the_validation_not_of_the_test():
+    rows = [
+        make_row("softmax", 0.002, loss=4.0, test_loss=4.2, test_perplexity=66.0),
+        make_row("softmax", 0.004, loss=4.1, test_loss=3.9, test_perplexity=49.0),
+        make_row("softmax", 0.008, loss=1.0) | {"failed": "step 3"},
+    ]
+    assert frontier_report.best_rate(rows, "softmax") == 0.002
+    (point,) = frontier_report.points(rows)
+    assert (point.rate, point.perplexity) == (0.002, 66.0)
+    assert frontier_report.best_rate(rows, "mos-7-tanh") is None
+
+
+def test_rates_are_compared_on_the_seeds_that_both_have():
+    rows = [make_row("softmax", 0.002, 0, 4.0), make_row("softmax", 0.004, 0, 4.01)]
+    rows += [make_row("softmax", 0.002, seed, 4.5) for seed in (1, 2)]
+    assert frontier_report.best_rate(rows, "softmax") == 0.002
+    (point,) = frontier_report.points(rows)
+    assert point.mean("valid_loss") == pytest.approx((4.0 + 4.5 + 4.5) / 3)
+
+
+def test_the_gain_is_a_share_of_that_of_the_mixture():
+    rows = [
+        make_row("softmax", loss=4.0),
+        make_row("mos-7-tanh", loss=3.8, seconds=40.0, peak_bytes=None),
+        make_row("moc-7-tanh", loss=3.85, seconds=11.0),
+    ]
+    text = frontier_report.table(frontier_report.points(rows)).splitlines()
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text[2:]]
+    assert [(row[0], row[7], row[9], row[10]) for row in cells] == [
+        ("mos-7-tanh", "4.00", "", "100%"),
+        ("moc-7-tanh", "1.10", "1.00", "75%"),
+        ("softmax", "1.00", "1.00", "0%"),
+    ]
+    worse = [rows[0], make_row("mos-7-tanh", loss=4.1)]
+    assert "%" not in frontier_report.table(frontier_report.points(worse))
+    advice = frontier_report.recommendations(frontier_report.points(rows))
+    best = [line.split("|")[2].strip() for line in advice.splitlines()[2:]]
+    assert best == ["softmax", *3 * ["moc-7-tanh"], "mos-7-tanh"]
+
+
+@pytest.mark.slow
+def test_points_without_memory_and_many_points_are_drawn():
+    every = [make_row(arm, loss=4 + 0.01 * n) for n, arm in enumerate(ARMS)]
+    for rows in ([make_row("moc-7-tanh", peak_bytes=None)], every):
+        assert frontier_plot.draw(rows).png().startswith(b"\x89PNG")
+
+
+def test_an_unknown_arm_is_answered_with_the_arms_there_are(tmp_path):
+    with pytest.raises(ValueError, match="no arm is called 'mos-7'; there are softmax"):
+        frontier.run(make_config(), tmp_path / "new", frontier.Grid(["mos-7"]))
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("head", [{"name": "no"}, {"name": "softmax", "facets": 4}])
+def test_an_arm_that_cannot_be_made_is_named_before_any_is_trained(
+    tmp_path, monkeypatch, head
+):
+    monkeypatch.setitem(ARMS, "partition-4", Arm(head))
+    monkeypatch.setattr(frontier_trial, "supervise", no_run)
+    grid = frontier.Grid(["softmax", "partition-4"])
+    with pytest.raises(ValueError, match="the arm partition-4 cannot be made: .*'"):
+        frontier.run(make_config(), tmp_path / "new", grid)
+    assert not (tmp_path / "new").exists()
+
+
+def test_the_optimizer_must_have_a_decay(tmp_path):
+    config = make_config(optim__name="sgd")
+    with pytest.raises(ValueError, match="optim.name='sgd' does not do"):
+        frontier.run(config, tmp_path, frontier.Grid(PAIR))
+
+
+def test_on_one_billion_words_the_arms_are_those_of_the_documented_runs():
+    config = lm1b.get_config("mos")
+    config.data.rows = 256
+    variants = Variants(config, 100_000, 5428, TEXT)
+    softmax, mixture = (variants.make(arm, 0.004, 0) for arm in PAIR)
+    assert (softmax.parameters, mixture.parameters) == (119_293_600, 112_850_364)
+    optim, train = mixture.config.optim, mixture.config.train
+    assert (optim.warmup_steps, optim.decay_steps) == (271, 5427)
+    assert (train.steps, train.eval_every, train.checkpoint_every) == (5428, 679, 5428)
+    model = softmax.config.model
+    assert (model.embed_dim, model.hidden_dim, model.last_dim) == (1024, 1024, 1024)
+    half = variants.make("softmax-half", 0.004, 0).config.model
+    assert (half.embed_dim, half.hidden_dim, half.last_dim) == (512, 1024, 512)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backbone", ["awd_lstm", "transformer", "window"])
+def test_rivals_have_the_mixtures_parameters_and_its_flop(backbone):
+    config = make_config(model__backbone=backbone, model__layers=2)
+    config.model.attention_heads = 1
+    sizes = {"embed_dim": 24, "hidden_dim": 24, "last_dim": 24, "context_dim": 20}
+    for name, size in sizes.items():
+        setattr(config.model, name, size)
+    variants = Variants(config, 5003, 10, TEXT)
+    softmax, mixture = (variants.make(arm, 0.01, 0) for arm in PAIR)
+    trunk = variants.make("softmax-time-trunk", 0.01, 0)
+    assert trunk.flop == pytest.approx(mixture.flop, rel=0.03)
+    assert trunk.config.model.hidden_dim > softmax.config.model.hidden_dim
+    passes = variants.make("softmax-time-passes", 0.01, 0)
+    assert passes.steps == 10 * round(mixture.flop / softmax.flop) > 10
+    assert passes.config.optim.decay_steps == passes.steps - 1
+    equal = variants.make("softmax-parameters", 0.01, 0)
+    assert 0.9 * mixture.parameters < equal.parameters <= mixture.parameters
+
+
+def test_a_backbone_without_an_inner_width_has_no_larger_trunk():
+    config = make_config(model__backbone="awd_lstm", model__layers=1)
+    with pytest.raises(ValueError, match="softmax-time-trunk cannot be made: .*hidden"):
+        Variants(config, 53, 10, TEXT).make("softmax-time-trunk", 0.01, 0)
+
+
+@pytest.mark.slow
+def test_the_command_asked_to_stop_saves_its_run_and_says_what_is_missing(tmp_path):
+    flags = ("--config", "configs/quickstart.py", "--workdir", tmp_path)
+    flags += ("--arms", "softmax", "--learning_rates", "0.01")
+    program = commands.start_fresh("frontier.py", *flags)
+    metrics = tmp_path / "softmax-0.01-0" / "metrics.jsonl"
+    while program.poll() is None:
+        if metrics.exists() and metrics.read_text().count("\n") > 1:
+            break
+        time.sleep(0.02)
+    program.terminate()
+    answer = commands.finish_fresh(program)
+    assert answer.code == 0, answer.errors
+    assert "missing: softmax-0.01-0" in answer.output
+    assert "asked to stop: saved at step" in answer.errors
+    assert list((metrics.parent / "checkpoints").iterdir())
+
+
+@pytest.mark.slow
+def test_a_run_in_a_process_of_its_own_has_an_outcome(tmp_path):
+    config = Variants(make_config(), 11, 17, TEXT).make("softmax", 0.01, 0).config
+    assert frontier_trial.supervise(configs.to_dict(config), tmp_path, 11, None) == 0
+    assert frontier_trial.outcome(tmp_path)["validations"][-1][0] == 17
