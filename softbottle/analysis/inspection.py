@@ -64,7 +64,7 @@ _ABSENT = {
     "series": "it has no series of checkpoints (train.series=True stores one)",
     "states": "the states of its layers are not known",
     "logits_LWHS": "no attention logits of its layers are known",
-    "mixed": "states with labels are not known",
+    "mixed": ("states with labels are not known, or its words have contexts by class"),
     "frozen": "states with labels are not known",
     "trials": "there is no single linear map that ranks its words",
     "text": "there is no text to count n-grams in",

@@ -41,6 +41,7 @@ RIVALS: dict[str, Row] = {
 }
 DEVIATIONS = (0.02, 0.1, 0.5, 1.0)
 RATES = (1e-3, 3e-3, 1e-2)
+TIED = (True, False)
 VALIDATED = 40  # batches
 NOISE_LIMIT = 0.1  # nats
 
@@ -83,9 +84,7 @@ def run(
     corpus = corpora.load(configs[0].data)
     heads = [(SOFTMAX, {"name": SOFTMAX}, seeds)]
     heads += [(name, RIVALS[name], 1) for name in rivals]
-    for config, tied, (name, head, count) in itertools.product(
-        configs, (True, False), heads
-    ):
+    for config, tied, (name, head, count) in itertools.product(configs, TIED, heads):
         trainer = None
         for deviation, rate, seed in itertools.product(DEVIATIONS, RATES, range(count)):
             point = Point(config.model.backbone, tied, deviation, rate)
@@ -117,7 +116,7 @@ def noise(rows: Sequence[Row]) -> float:
     """The softmax's standard deviation over seeds, pooled over the points."""
     variances = []
     for _, losses in _by_point(rows, SOFTMAX):
-        deviation = np.std(losses, ddof=1) if len(losses) > 1 else math.nan
+        deviation = float(np.std(losses, ddof=1)) if len(losses) > 1 else math.nan
         if deviation <= NOISE_LIMIT:
             variances.append(deviation**2)
     return float(np.sqrt(np.mean(variances))) if variances else math.nan
@@ -168,7 +167,8 @@ def _identity(row):
     return (row["head"], row["seed"], *(row[name] for name in Point._fields))
 
 
-def _by_point(rows, name) -> Iterator[tuple[Point, list[float]]]:
+def _by_point(rows: Sequence[Row], name: str) -> Iterator[tuple[Point, list[float]]]:
+    """The losses of a head at every point, by seed."""
     found: dict[Point, list[float]] = {}
     for row in sorted(rows, key=lambda row: row["seed"]):
         if row["head"] == name:

@@ -13,6 +13,8 @@ head therefore as the very softmax of h P that it replaces; what tells the conte
 apart is the prior, which starts at random.
 """
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 
@@ -31,7 +33,7 @@ def check(kind: str) -> None:
 
 def init(
     kind: str,
-    keys: tuple[jax.Array, jax.Array],
+    keys: Sequence[jax.Array],
     count: int,
     hidden_dim: int,
     context_dim: int,
@@ -40,7 +42,7 @@ def init(
 
     Args:
         kind: of KINDS.
-        keys: of jax.random, of the matrices and of the biases.
+        keys: two of jax.random, of the matrices and of the biases.
         count: K, contexts per token.
         hidden_dim: D, width of the states.
         context_dim: E, width of the vocabulary table.

@@ -35,6 +35,7 @@ from softbottle.analysis.capture import (
 from softbottle.data import batches
 from softbottle.data.vocab import Split
 from softbottle.model import Params
+from softbottle.ops.mixture import classes
 from softbottle.training import checkpoint, evaluate, metrics
 from softbottle.training.state import Run, load_corpus, load_run
 
@@ -136,11 +137,16 @@ def capture(
     )
 
 
-def mixed(run: Run, ids: np.ndarray, positions: int = SAMPLE) -> Mixed:
-    """The head's contexts and mixture weights along the start of a text."""
+def mixed(run: Run, ids: np.ndarray, positions: int = SAMPLE) -> Mixed | None:
+    """The head's contexts and mixture weights along the start of a text.
+
+    None if they are by class of words: a gradient then passes class by class.
+    """
     hidden_TD, labels_T = joined(_tokens(run, ids[: positions + 1]))
     params = run.model.output(run.params)[0]
     log_prior_TK, context_TKE = run.model.head.mix(params, jnp.asarray(hidden_TD))
+    if classes.count(context_TKE) > 1:
+        return None
     activation = run.model.head.activation(params)
     return Mixed(
         np.asarray(log_prior_TK),

@@ -1,0 +1,51 @@
+"""A mixture in the place of a softmax, where tanh contexts fail."""
+
+import json
+
+import pytest
+
+from softbottle import config as configs
+from softbottle.experiments import dropin
+
+
+def make_config():
+    config = configs.Config()
+    config.data.rows, config.data.length = 8, 16
+    config.data.eval_rows, config.data.eval_length = 8, 32
+    config.data.synthetic.words = 64
+    config.data.synthetic.train_tokens = 60_000
+    config.data.synthetic.eval_tokens = 8_000
+    config.model.embed_dim = config.model.hidden_dim = config.model.last_dim = 16
+    config.optim.clip = 1.0
+    config.train.steps = 400
+    return config
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("dropin")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dropin, "DEVIATIONS", (0.1,))
+        patch.setattr(dropin, "TIED", (True,))
+        patch.setattr(dropin, "RATES", (3e-3,))
+        rivals = ["mos", "mos tanh"]
+        rows = dropin.run([make_config()], workdir, rivals, seeds=2)
+        again = dropin.run([make_config()], workdir, rivals, seeds=2)
+    return workdir, rows, again
+
+
+@pytest.mark.slow
+def test_a_mixture_is_no_worse_than_the_softmax_and_tanh_contexts_are(compared):
+    _, rows, _ = compared
+    first = {row["head"]: row["loss"] for row in rows if row["seed"] == 0}
+    assert first["mos"] < first["softmax"] < first["mos tanh"] - 0.01
+    assert not any(row.get("dead") for row in rows)
+
+
+@pytest.mark.slow
+def test_started_again_it_trains_nothing_and_says_the_same(compared):
+    workdir, rows, again = compared
+    lines = (workdir / "dropin.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == rows == again
+    text = (workdir / "dropin.md").read_text()
+    assert "| mos | 1 | 0 |" in text and "| mos tanh | 1 | 1 |" in text
