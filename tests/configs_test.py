@@ -22,6 +22,7 @@ ARGUMENTS = [
     *(("quickstart", head) for head in (*MIXTURES, "softmax", "sigsoftmax")),
     *(("templates", objective) for objective in configs.OBJECTIVES),
     *(("books", objective) for objective in configs.OBJECTIVES),
+    *(("dropin", backbone) for backbone in ("awd_lstm", "transformer")),
 ]
 
 
@@ -60,6 +61,15 @@ def test_every_argument_gives_a_config_that_is_valid(name):
     offered = getattr(module, "HEADS", None) or getattr(module, "COMPONENTS", PAPERS)
     assert heads == set(offered)
     assert module.get_config().head.name == "mos"
+
+
+@pytest.mark.parametrize("backbone", ["awd_lstm", "transformer"])
+def test_a_drop_in_model_is_as_wide_as_its_table(backbone):
+    module = load("dropin")
+    config = configs.validate(module.get_config(backbone))
+    assert config.model.backbone == backbone
+    assert config.model.last_dim == configs.context_dim(config)
+    assert "configs/dropin.py" in module.__doc__
 
 
 @pytest.mark.parametrize("name", ["templates", "books"])

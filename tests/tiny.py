@@ -30,7 +30,11 @@ def make_config(**fields: Any) -> configs.Config:
     config.model.context_dim, config.model.last_dim = 3, 7
     config.train.steps, config.train.eval_every = 10, 5
     config.train.checkpoint_every, config.train.log_every = 5, 1
-    return change(config, **fields)
+    config = change(config, **fields)
+    if config.head.components:
+        # Contexts that differ before anything is trained.
+        config.head.context = config.head.context or "tanh"
+    return config
 
 
 def make_softmax(backbone: str, width: int, **fields: Any) -> configs.Config:

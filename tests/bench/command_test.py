@@ -1,5 +1,6 @@
 import json
 
+from softbottle.bench import layer
 from tests import commands
 
 
@@ -11,9 +12,10 @@ def test_a_race_from_the_command_line_prints_a_table_and_writes_json(tmp_path):
     assert code == 0, errors
     result = json.loads((tmp_path / "out.json").read_text())
     names = ["blocked", "blocked, evaluation", "bare products", "softmax"]
+    names += layer.LAYERS
     assert [row["variant"] for row in result["rows"]] == names
     lines = (tmp_path / "out.jsonl").read_text().splitlines()
-    assert [json.loads(line).get("variant") for line in lines[-4:]] == names
+    assert [json.loads(line).get("variant") for line in lines[-len(names) :]] == names
     assert all(name in output for name in names)
     assert "tiny: N=61 K=3" in output and "blocked: " in errors
     assert refused.code != 0 and "Traceback" not in refused.errors

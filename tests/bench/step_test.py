@@ -11,6 +11,7 @@ pytestmark = pytest.mark.usefixtures("quick_keys")
 def test_a_step_is_timed_whole_and_by_part_and_told_in_one_line(capsys):
     config = configs.Config()
     config.data.rows, config.head.name, config.head.components = 3, "mos", 2
+    config.head.context = "tanh"
     model, regularise = config.model, config.regularise
     model.embed_dim, model.hidden_dim, model.last_dim, model.layers = 3, 7, 5, 1
     regularise.recurrent = regularise.latent = 0.5

@@ -12,6 +12,7 @@ VOCAB, WIDTH = 11, 3
 def make(backbone="window", multiple=1):
     config = configs.Config()
     config.head.name, config.head.components = "mos", 2
+    config.head.context = "tanh"
     config.model.backbone, config.model.tied = backbone, False
     config.model.embed_dim, config.model.hidden_dim = 5, 7
     config.model.context_dim, config.model.last_dim = WIDTH, 7
