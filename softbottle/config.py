@@ -26,6 +26,7 @@ OBJECTIVES = ("plain", "trime", "histalign")
 UNITS = ("stream", "packed", "lines", "answers")
 AVERAGING = ("none", "nt", "et", "now")
 DTYPES = ("float32", "bfloat16")
+BIASES = ("zero", "frequency")
 # Version of the settings' meaning, stored with them. 0 had 0 and "" for "not set"; in 0
 # and 1 every mixture had tanh contexts.
 FORMAT = 2
@@ -110,6 +111,7 @@ class Model(Section):
     order: int = positive(1)  # window: how many words it sees
     tied: bool = True  # tied embeddings: one table for input and output
     table_range: float = positive(0.1)  # tables start uniform in plus or minus this
+    bias_start: str = one_of("zero", BIASES)  # frequency: the words' log-frequencies
     vocab_multiple: int = positive(1)  # table rows are rounded up to a multiple of this
     compute_dtype: str = one_of("float32", DTYPES)  # parameters stay float32
     remat: bool = False  # transformer: activation checkpointing, block by block

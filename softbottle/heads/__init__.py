@@ -17,6 +17,7 @@ from softbottle.heads.sigsoftmax import moss as moss
 from softbottle.heads.sigsoftmax import sigsoftmax as sigsoftmax
 from softbottle.heads.softcap import softcap as softcap
 from softbottle.heads.softmax import softmax as softmax
+from softbottle.heads.start import log_frequencies as log_frequencies
 from softbottle.heads.table import HEADS as HEADS
 from softbottle.heads.table import from_config as from_config
 from softbottle.heads.table import settings as settings

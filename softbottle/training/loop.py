@@ -16,10 +16,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from softbottle import config as config_lib
-from softbottle import distributed, files, sharding
+from softbottle import distributed, files, heads, sharding
 from softbottle import model as model_lib
 from softbottle.data import corpus as corpus_lib
 from softbottle.data import lines
@@ -181,8 +182,12 @@ def _prepare(config, workdir, held):
 
 def _start(trainer):
     """The newest checkpoint's state and history, or those of a new run."""
-    config, mesh = trainer.config, trainer.mesh
-    state = step_lib.init_state(config, trainer.model, optim.make(config.optim), mesh)
+    config, mesh, model = trainer.config, trainer.mesh, trainer.model
+    bias_V = None
+    if config.model.bias_start == "frequency":
+        counts_V = np.bincount(trainer.corpus.train, minlength=model.vocab)
+        bias_V = heads.log_frequencies(counts_V)
+    state = step_lib.init_state(config, model, optim.make(config.optim), mesh, bias_V)
     history = History()
     if trainer.latest.latest() is not None:
         state, host = trainer.latest.restore(state)

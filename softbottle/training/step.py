@@ -81,9 +81,10 @@ def init_state(
     model: model_lib.Model,
     tx: optax.GradientTransformationExtraArgs,
     mesh: Mesh | None = None,
+    bias_V: jax.Array | None = None,
 ) -> TrainState:
-    """The state before the first step."""
-    build = _builder(config, model, tx)
+    """The state before the first step; the words' bias is zero unless it is given."""
+    build = _builder(config, model, tx, bias_V)
     # In one jit, so that no two of its arrays share a buffer: the step donates them.
     if mesh is None:
         return jax.jit(build)()
@@ -135,9 +136,11 @@ def check_memory(
         )
 
 
-def _builder(config, model, tx):
+def _builder(config, model, tx, bias_V=None):
     def build():
         params = model.init(jax.random.fold_in(jax.random.key(config.seed), 2**31))
+        if bias_V is not None:
+            params["bias_V"] = params["bias_V"].at[: len(bias_V)].set(bias_V)
         carry = model.initial_carry(config.data.rows)
         return TrainState(jnp.zeros((), jnp.int32), params, tx.init(params), carry)
 

@@ -1,0 +1,32 @@
+"""What a vocabulary's bias may start from."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def log_frequencies(counts_V: Any) -> jax.Array:
+    """The bias with which a head begins by predicting how frequent words are.
+
+    log((count + 1) / (all counts + words)): a state of zero then predicts every word
+    about as often as the text has it, and contexts need not learn that first.
+
+    Args:
+        counts_V: how often each word is in the training text.
+
+    Returns:
+        bias_V, float32.
+
+    Raises:
+        ValueError: unless the counts are a vector of numbers that are not negative.
+    """
+    counts = np.asarray(counts_V)
+    if counts.ndim != 1 or not counts.size or not np.all(counts >= 0):
+        raise ValueError(
+            "counts_V must be a vector of counts that are not negative, got the shape "
+            f"{counts.shape}."
+        )
+    counts = counts.astype(np.float64)
+    return jnp.asarray(np.log((counts + 1) / (counts.sum() + counts.size)), jnp.float32)
