@@ -37,6 +37,8 @@ def make_config(
     config.head.name, config.head.components = head, None if single else 3
     if head == "plif":
         config.head.knots = 50
+    if head == "partition":
+        config.head.classes = 2
     sizes, rates = config.model, config.regularise
     sizes.backbone, sizes.vocab_multiple, sizes.attention_heads = backbone, 8, 2
     sizes.embed_dim, sizes.hidden_dim, sizes.last_dim = 12, 16, 12 if single else 14
@@ -94,8 +96,9 @@ CURVES = [
     *(("mos", "awd_lstm", (8, 1)), ("mos", "awd_lstm", (2, 4))),
     *(("softmax", "transformer", (4, 2)), ("softmax", "transformer", (1, 8))),
 ]
-# One of each kind: averaged contexts, a fixed and a learned activation, no mixture.
-OTHER_HEADS = ["moc", "moss", "plif", "lowrank"]
+# One of each kind: averaged contexts, a fixed and a learned activation, no mixture,
+# words in classes.
+OTHER_HEADS = ["moc", "moss", "plif", "lowrank", "partition"]
 
 
 @pytest.mark.slow

@@ -52,8 +52,10 @@ def brute(name, params, table_VE, bias_V, hidden_BSD):
     p_BSV = np.zeros((ROWS, POSITIONS, VOCAB))
     for row in range(ROWS):
         parts = oracle.mixture(name, params, hidden_BSD[row])
-        prior_SK, context_SKE = parts.prior_TK, parts.context_TNKE[:, 0]
-        f_SKV = case.positive(params, context_SKE @ table_VE.T + bias_V)
+        class_V = np.arange(VOCAB) % parts.context_TNKE.shape[1]
+        context_SVKE = parts.context_TNKE[:, class_V]
+        z_SKV = np.einsum("svke,ve->skv", context_SVKE, table_VE) + bias_V
+        prior_SK, f_SKV = parts.prior_TK, case.positive(params, z_SKV)
         for now in range(POSITIONS):
             mass_V = np.zeros(VOCAB)
             for then in entries(row, now):
@@ -188,7 +190,7 @@ def test_what_has_no_weight_or_no_segment_may_hold_anything(name="mos"):
 
 
 # Not PLIF: beside a cache the level of g counts, and the oracle's is another.
-@pytest.mark.parametrize("name", [*NAMES, "moss", "moc"])
+@pytest.mark.parametrize("name", [*NAMES, "moss", "moc", "partition"])
 def test_log_probs_are_those_of_loops_and_sum_to_one(name):
     arguments, _ = make_problem(name)
     padded = oracle.cast(with_padding_rows(arguments), jnp.float32)

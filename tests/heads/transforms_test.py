@@ -46,6 +46,7 @@ SPLIT = [
     ("plif_mixed", "loss", (2, 4)),
     ("softmax", "nll", (2, 4)),
     ("moc", "loss", (4, 2)),
+    ("partition", "loss", (4, 2)),
 ]
 
 
