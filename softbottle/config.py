@@ -88,6 +88,7 @@ class Head(Section):
     components: int | None = positive(None)  # mos, moc, moss, gss, plif, softcap
     context: str | None = None  # of a mixture: residual, linear or tanh
     active: int | None = positive(None)  # mos, moss: components per token
+    draw: bool | None = None  # mos, moss: one of the active components, in training
     classes: int | None = positive(None)  # partition
     center: float | None = None  # gss
     slope: float | None = positive(None)  # gss
@@ -309,6 +310,11 @@ def _check_together(config):
         raise ValueError(
             f"model.tied shares one table, so model.context_dim="
             f"{model.context_dim} must be None or model.embed_dim={model.embed_dim}."
+        )
+    if config.head.draw and config.cache.objective != "plain":
+        raise ValueError(
+            f"head.draw is for cache.objective='plain', got "
+            f"{config.cache.objective!r}: beside a cache nothing is drawn."
         )
     if data.rows % config.optim.accumulate:
         raise ValueError(

@@ -205,6 +205,8 @@ class Model:
         )
         penalty = _penalty(self.config.regularise, states, batch.weights_BS)
         if cache_config.objective == "plain":
+            if self.head.draws:
+                keywords["key"] = jax.random.fold_in(latent_key, 1)
             total = self._split(self.head.loss, total=True)(
                 *output, *map(_flat, tokens), **keywords
             )

@@ -213,7 +213,8 @@ def vocabulary_parallel(
 ) -> Callable[..., jax.Array]:
     """A head's function of (params, table_VE, bias_V, *tokens), vocabulary parallel.
 
-    The tokens' arrays, and `latent_mask`, have tokens or rows as their first axis.
+    The tokens' arrays, and `latent_mask`, have tokens or rows as their first axis. A
+    `key` becomes another one for each share of the tokens.
 
     Args:
         mesh: None gives the function itself.
@@ -223,11 +224,13 @@ def vocabulary_parallel(
     if mesh is None:
         return function
 
-    def call(params, table_VE, bias_V, *tokens, options, latent_mask=None):
+    def call(params, table_VE, bias_V, *tokens, options, latent_mask=None, key=None):
         split_options = dataclasses.replace(options, vocab_axis=MODEL)
 
         def local(params, table_VE, bias_V, tokens, latent_mask):
             named = {} if latent_mask is None else {"latent_mask": latent_mask}
+            if key is not None:
+                named["key"] = jax.random.fold_in(key, jax.lax.axis_index(DATA))
             value = function(
                 params, table_VE, bias_V, *tokens, options=split_options, **named
             )

@@ -136,7 +136,7 @@ def test_what_earlier_versions_wrote_for_not_set_is_not_set():
     del stored["format"]
     stored["head"] |= {"components": 1, "center": 0.0, "slope": 1.0, "span": 20.0}
     stored["head"] |= {"knots": 100_000, "rank": 0, "budget_mib": 0}
-    for name in ("cap", "context", "active", "classes"):
+    for name in ("cap", "context", "active", "draw", "classes"):
         del stored["head"][name]
     config = Config()
     config.head.context = "tanh"

@@ -25,6 +25,8 @@ LAYERS: dict[str, Row] = {
     "partition, 4 classes": {"name": "partition", "classes": 4},
     "partition, 8 classes": {"name": "partition", "classes": 8},
 }
+# The sizes they are timed at: large enough that time is not that of launches.
+CASES = ("tiny", "lm1b-100k")
 # Tokens that the dense head is computed for in float64, [T, K, V] of it.
 CHECKED = 16
 # Contexts are made in the state's bfloat16, and rounded as such.

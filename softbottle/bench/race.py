@@ -287,6 +287,7 @@ def _ours(case, implementations, sweep):
     if case.components > 1:
         single = case._replace(components=1)
         tasks.append(ours("softmax", "loss", 3, "softmax", case=single, **first))
+    if case.name in layers.CASES:
         tasks += [
             ours(name, "layer", 3, head=head, **first)
             for name, head in layers.LAYERS.items()

@@ -51,6 +51,11 @@ class Head(abc.ABC):
     name: ClassVar[str]
     is_linear: ClassVar[bool] = False
 
+    @property
+    def draws(self) -> bool:
+        """Whether `loss` draws something if it is given a key."""
+        return False
+
     def __repr__(self) -> str:
         """The call that makes this head; options at their defaults are left out."""
         usual = {f.name: f.default for f in dataclasses.fields(self) if f.kw_only}
@@ -141,6 +146,7 @@ class Head(abc.ABC):
         weights_T: jax.Array,
         *,
         latent_mask: jax.Array | None = None,
+        key: jax.Array | None = None,
         options: Options = DEFAULTS,
     ) -> jax.Array:
         """sum_t weight[t] nll[t], a scalar; its gradient is computed in forward.
@@ -157,6 +163,7 @@ class Head(abc.ABC):
             labels_T: the words that follow, integers of any kind.
             weights_T: of the tokens; 0 is padding.
             latent_mask: factors of the contexts, broadcast to [T, K, E]; None for none.
+            key: of jax.random, for a head that `draws`; others do not read it.
             options: how it is computed, for example
                 Options(compute_dtype=jnp.bfloat16).
 
@@ -176,7 +183,7 @@ class Head(abc.ABC):
         # A padding token's state may be anything; masked here, it cannot reach the
         # head's own parameters either.
         hidden_TD = without_padding(weights_T, hidden_TD)
-        mixture, g = self._parts(params, hidden_TD, latent_mask)
+        mixture, g = self._parts(params, hidden_TD, latent_mask, key)
         targets = Targets(labels_T, weights_T)
         return ops.loss(mixture, Vocabulary.of(table_VE, bias_V), targets, g, options)
 
@@ -304,14 +311,16 @@ class Head(abc.ABC):
         mixture, g = self._parts(params, hidden_TD, latent_mask)
         return ops.sample(mixture, Vocabulary.of(table_VE, bias_V), key, g, options)
 
-    def _parts(self, params, hidden_TD, latent_mask):
+    def _parts(self, params, hidden_TD, latent_mask, key=None):
         if hidden_TD.ndim != 2:
             raise ValueError(
                 f"hidden_TD must be [tokens, width], got the shape {hidden_TD.shape}; "
                 "flatten rows and positions first."
             )
         check_range(params=params, hidden_TD=hidden_TD)
-        return self.mix(params, hidden_TD, latent_mask), self.activation(params)
+        drawn = {"key": key} if self.draws and key is not None else {}
+        mixture = self.mix(params, hidden_TD, latent_mask, **drawn)
+        return mixture, self.activation(params)
 
 
 def single(hidden_TD: jax.Array, latent_mask: jax.Array | None) -> Mixture:

@@ -5,7 +5,10 @@ softmax(U h). The log-probabilities are a log-sum-exp of K rank-d matrices, and 
 log-sum-exp of low-rank matrices is not low-rank.
 
 With `active` = k, a token meets the table with k of its K contexts. All K are made,
-which is cheap: D E multiplications each, against E V for a product with the table.
+which is cheap: D E multiplications each, against E V for a product with the table. The
+k of largest prior are taken; or in training, with `draw`, the k - 1 of largest prior
+and one of the others, drawn by its prior and weighted with that of all others. The mean
+of P over the draws is the whole mixture, so that every component goes on learning.
 """
 
 import dataclasses
@@ -67,15 +70,19 @@ class MixtureOfSoftmaxes(Mixed):
         active: k, components that a token meets the table with: those of largest prior,
             which is normalized over them. None is all. The parameters are the same for
             every k, so that a model may be trained with one and evaluated with another.
+        draw: whether `loss`, given a key, draws one of the active components.
     """
 
     name: ClassVar[str] = "mos"
     active: int | None = dataclasses.field(default=None, kw_only=True)
+    draw: bool = dataclasses.field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         """Check the settings."""
         super().__post_init__()
         if self.active is None:
+            if self.draw:
+                raise ValueError("draw is for a mixture some of which is active.")
             return
         active = base.positive_integer("active", self.active)
         if active > self.components:
@@ -89,22 +96,38 @@ class MixtureOfSoftmaxes(Mixed):
         """One for each component that is active."""
         return self.active or self.components
 
+    @property
+    def draws(self) -> bool:
+        """Whether `loss` draws one of the active components."""
+        return self.draw
+
     def mix(
-        self, params: Params, hidden_TD: jax.Array, latent_mask: jax.Array | None = None
+        self,
+        params: Params,
+        hidden_TD: jax.Array,
+        latent_mask: jax.Array | None = None,
+        *,
+        key: jax.Array | None = None,
     ) -> Mixture:
         """log softmax(h U) and the contexts, of the active ones; see `Head.mix`."""
-        mixture = super().mix(params, hidden_TD, latent_mask)
+        log_prior_TK, context_TKE = super().mix(params, hidden_TD, latent_mask)
         if self.active is None:
-            return mixture
-        log_prior_Tk, place_Tk = jax.lax.top_k(mixture.log_prior_TK, self.active)
-        context_TkE = jnp.take_along_axis(
-            mixture.context_TKE, place_Tk[:, :, None], axis=1
-        )
-        return Mixture(jax.nn.log_softmax(log_prior_Tk), context_TkE)
+            return Mixture(log_prior_TK, context_TKE)
+        if key is None:
+            log_prior_Tk, place_Tk = jax.lax.top_k(log_prior_TK, self.active)
+            log_prior_Tk = jax.nn.log_softmax(log_prior_Tk)
+        else:
+            log_prior_Tk, place_Tk = _drawn(log_prior_TK, self.active, key)
+        context_TkE = jnp.take_along_axis(context_TKE, place_Tk[:, :, None], axis=1)
+        return Mixture(log_prior_Tk, context_TkE)
 
 
 def mos(
-    components: int, context: str = contexts.DEFAULT, *, active: int | None = None
+    components: int,
+    context: str = contexts.DEFAULT,
+    *,
+    active: int | None = None,
+    draw: bool = False,
 ) -> MixtureOfSoftmaxes:
     """A mixture of `components` softmaxes over one shared vocabulary table.
 
@@ -113,12 +136,14 @@ def mos(
         context: "residual", h P + tanh(h W_k + b_k); "linear", h P + h W_k + b_k; or
             "tanh", tanh(h W_k + b_k), as the paper has it.
         active: k, components that a token meets the table with; None is all.
+        draw: whether `loss`, given a key, draws one of them.
 
     Raises:
         ValueError: if `components` is not a positive integer, `active` not one of at
-            most `components`, or there is no such kind of context.
+            most `components`, `draw` is without it, or there is no such kind of
+            context.
     """
-    return MixtureOfSoftmaxes(components, context=context, active=active)
+    return MixtureOfSoftmaxes(components, context=context, active=active, draw=draw)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -191,6 +216,20 @@ def mix_latent(
     """log softmax(h U) and the contexts, the latter masked last."""
     context_TKE = contexts.make(kind, params, hidden_TD)
     return Mixture(log_prior(params, hidden_TD), base.masked(context_TKE, latent_mask))
+
+
+def _drawn(log_prior_TK, active, key):
+    """The prior and the places of the k - 1 largest and of one drawn from the rest."""
+    log_top_Tk, top_Tk = jax.lax.top_k(log_prior_TK, active - 1)
+    place_K = jnp.arange(log_prior_TK.shape[1])
+    taken_TK = jnp.any(top_Tk[:, :, None] == place_K[None, None], axis=1)
+    rest_TK = jnp.where(taken_TK, -jnp.inf, log_prior_TK)
+    drawn_T = jax.random.categorical(key, rest_TK)
+    log_rest_T = jax.nn.logsumexp(rest_TK, axis=1)
+    return (
+        jnp.concatenate([log_top_Tk, log_rest_T[:, None]], axis=1),
+        jnp.concatenate([top_Tk, drawn_T[:, None].astype(top_Tk.dtype)], axis=1),
+    )
 
 
 def log_prior(params: Params, hidden_TD: jax.Array) -> jax.Array:

@@ -45,6 +45,7 @@ class MixtureOfSigsoftmaxes(MixtureOfSoftmaxes):
         components: K.
         context: how the contexts are made, one of contexts.KINDS.
         active: components that a token meets the table with; None is all.
+        draw: whether `loss`, given a key, draws one of them.
     """
 
     name: ClassVar[str] = "moss"
@@ -91,10 +92,14 @@ def sigsoftmax() -> Sigsoftmax:
 
 
 def moss(
-    components: int, context: str = contexts.DEFAULT, *, active: int | None = None
+    components: int,
+    context: str = contexts.DEFAULT,
+    *,
+    active: int | None = None,
+    draw: bool = False,
 ) -> MixtureOfSigsoftmaxes:
     """A mixture of `components` sigsoftmaxes; arguments and errors as of `mos`."""
-    return MixtureOfSigsoftmaxes(components, context=context, active=active)
+    return MixtureOfSigsoftmaxes(components, context=context, active=active, draw=draw)
 
 
 def gss(

@@ -83,3 +83,38 @@ def test_all_components_active_are_the_whole_mixture():
     np.testing.assert_allclose(
         active.log_probs(params, *arrays), full.log_probs(params, *arrays), atol=1e-5
     )
+
+
+def test_the_mean_over_draws_is_the_whole_mixture():
+    table_VE, bias_V, hidden_TD = point(5)
+    full, head = (
+        softbottle.mos(5, "tanh"),
+        softbottle.mos(5, "tanh", active=2, draw=True),
+    )
+    params = full.init(jax.random.key(3), 5, WIDTH)
+    draws = 4000
+    hidden_TD = jnp.repeat(hidden_TD[:1], draws, axis=0)
+    mixture = head.mix(params, hidden_TD, key=jax.random.key(0))
+    np.testing.assert_allclose(jnp.exp(mixture.log_prior_TK).sum(axis=1), 1, rtol=1e-5)
+    vocabulary = softbottle.ops.Vocabulary(table_VE, bias_V)
+    p_TV = jnp.exp(softbottle.ops.log_probs(mixture, vocabulary))
+    exact_V = jnp.exp(full.log_probs(params, table_VE, bias_V, hidden_TD[:1]))[0]
+    error_V = jnp.std(p_TV, axis=0) / np.sqrt(draws)
+    assert jnp.all(jnp.abs(jnp.mean(p_TV, axis=0) - exact_V) < 5 * error_V)
+    # The component of largest prior is always there, every other one at times.
+    one = full.mix(params, hidden_TD[:1])
+    best = one.context_TKE[0, jnp.argmax(one.log_prior_TK[0])]
+    first_TE, drawn_TE = mixture.context_TKE[:, 0], mixture.context_TKE[:, 1]
+    np.testing.assert_allclose(first_TE, jnp.tile(best, (draws, 1)), atol=1e-6)
+    assert len(np.unique(np.round(drawn_TE, 4), axis=0)) == 4
+
+
+def test_a_loss_draws_by_its_key_and_nothing_without_one():
+    table_VE, bias_V, hidden_TD = point(5)
+    head = softbottle.mos(5, "tanh", active=2, draw=True)
+    params = head.init(jax.random.key(3), 5, WIDTH)
+    arguments = (params, table_VE, bias_V, hidden_TD, jnp.arange(11), jnp.ones(11))
+    losses = {float(head.loss(*arguments, key=jax.random.key(n))) for n in range(4)}
+    assert len(losses) == 4
+    best = softbottle.mos(5, "tanh", active=2).loss(*arguments)
+    assert head.loss(*arguments) == best and float(best) not in losses

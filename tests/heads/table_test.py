@@ -64,7 +64,7 @@ def test_a_config_gives_the_head_with_its_settings(settings, head):
         ({"name": "mosaic"}, "head.name must be one of ('softmax', "),
         ({"name": "softmax", "components": 3}, "softmax, which has []."),
         ({"center": -1.5}, "head.center=-1.5 is not a setting of mos"),
-        ({"center": -1.5}, "which has ['components', 'context', 'active']."),
+        ({"center": -1.5}, "which has ['components', 'context', 'active', 'draw']."),
         (
             {"name": "gss", "cap": 9.0},
             "which has ['center', 'slope', 'components', 'context'].",
@@ -75,6 +75,7 @@ def test_a_config_gives_the_head_with_its_settings(settings, head):
         ({"name": "gss", "context": "tanh"}, "head.context='tanh' is for a mixture"),
         ({"name": "moc", "context": "cosh"}, "head.context must be one of ('residual'"),
         ({"components": 3, "active": 4}, "head.active must be at most components=3"),
+        ({"components": 3, "draw": True}, "head.draw is for a mixture some of which"),
         ({"name": "partition"}, "head.classes must be set: partition has no default"),
     ],
 )
