@@ -20,10 +20,10 @@ from softbottle.ops.mixture.options import Options
 Row = dict[str, Any]
 # By the name of their rows; `config.head` of each.
 LAYERS: dict[str, Row] = {
-    "moc, 7 contexts": {"name": "moc", "components": 7},
-    "mos, 2 of 7 active": {"name": "mos", "components": 7, "active": 2},
     "partition, 4 classes": {"name": "partition", "classes": 4},
+    "mos, 2 of 7 active": {"name": "mos", "components": 7, "active": 2},
     "partition, 8 classes": {"name": "partition", "classes": 8},
+    "moc, 7 contexts": {"name": "moc", "components": 7},
 }
 # The sizes they are timed at: large enough that time is not that of launches.
 CASES = ("tiny", "lm1b-100k")
