@@ -111,7 +111,7 @@ def _loss_forward(route, activation, options, mixture, vocabulary, targets):
     context_TKE, table_VE = mixture.context_TKE, vocabulary.table_VE
     parts = classes.of(context_TKE, vocabulary, options)
     padded = tuple(_pad(route, *part, max(1, SAMPLE // len(parts))) for part in parts)
-    dtype = padded[0].local.table_VE.dtype
+    dtype = padded[0].table_PQ.dtype
     whole = Vocabulary(table_VE.astype(dtype), vocabulary.bias_V)
 
     # Under `vmap` one element after the other: a batched guard would take both ways.
@@ -152,7 +152,7 @@ _loss.defvjp(_loss_forward, _loss_backward)
 class _Padded(NamedTuple):
     """A class's words in the products' dtype and widths, and what goes with them."""
 
-    local: Vocabulary  # without padding, for the label's rows and the safe path
+    bias_V: jax.Array
     table_PQ: jax.Array
     table_PF: jax.Array
     bias_P: jax.Array
@@ -172,7 +172,7 @@ def _pad(route, context_TKE, vocabulary, options, sample):
     more = (0, _round_up(rows, route.multiples[1]) - rows)
     table_PE = jnp.pad(cast_VE, (more, (0, 0)))
     return _Padded(
-        Vocabulary(cast_VE, bias_V),
+        bias_V,
         _pad_width(table_PE, route.multiples[2]),
         # A library's product wants rows of whole 16 bytes, and needs no more.
         _pad_width(table_PE, min(8, route.width)),
@@ -203,7 +203,7 @@ def _vocabulary_bar(sums, padded, vocabulary):
         # Or XLA would copy each sum to cut it, and once more to join them.
         sums = jax.lax.optimization_barrier(sums)
     for own, part in zip(sums, padded, strict=True):
-        rows = len(part.local.table_VE)
+        rows = len(part.bias_V)
         bias_P = own.table_PM[:, width] if own.bias_P is None else own.bias_P
         tables.append(own.table_PM[:rows, :width].astype(table_VE.dtype))
         biases.append(bias_P[:rows].astype(bias_V.dtype))
@@ -319,11 +319,14 @@ def _exponentials(route, activation, options, padded, by_class, score_CK):
 
     def redo(state):
         small = dataclasses.replace(options, budget_bytes=REDO_BYTES)
-        rows = sum(len(part.local.table_VE) for part in padded)
+        rows = sum(len(part.bias_V) for part in padded)
         each = []
         for n, (cast_CKE, part) in enumerate(zip(by_class, padded, strict=True)):
             own = classes.own_options(small, rows, n, len(padded))
-            each.append(route.lse(cast_CKE, part.local, activation, own))
+            # Cut here, where it is seldom needed, rather than kept beside the padded.
+            table_VE = part.table_PQ[: len(part.bias_V), :width]
+            local = Vocabulary(table_VE, part.bias_V)
+            each.append(route.lse(cast_CKE, local, activation, own))
         lse_CK = each[0] if len(each) == 1 else jax.nn.logsumexp(jnp.stack(each), 0)
         lse_R = shards.joint_lse(lse_CK, options).reshape(count)
         done = state[3] & jnp.zeros((), bool)
@@ -332,7 +335,7 @@ def _exponentials(route, activation, options, padded, by_class, score_CK):
     ref_R = _reference(contexts, score_CK.reshape(count), padded, activation, options)
     es, total_R = first(ref_R)
     # A sample that is the whole vocabulary has its maximum: nothing to guard against.
-    if any(len(part.sample_WE) < len(part.local.table_VE) for part in padded):
+    if any(len(part.sample_WE) < len(part.bias_V) for part in padded):
         far = ~jnp.all(total_R[:count] <= jnp.exp(jnp.asarray(FAR, ref_R.dtype)))
         if options.vocab_axis is not None:
             far = jax.lax.pmax(far.astype(jnp.int32), options.vocab_axis) > 0
