@@ -59,6 +59,8 @@ ARMS = {
     "softmax-parameters": Arm({"name": "softmax"}, "parameters"),
     "softmax-time-trunk": Arm({"name": "softmax"}, "trunk"),
     "softmax-time-passes": Arm({"name": "softmax"}, "passes"),
+    # One context: what the projection between state and table does by itself.
+    **_mixtures("mos", 1, ("tanh", "residual"), first=True),
     "sigsoftmax": Arm({"name": "sigsoftmax"}),
     "softcap": Arm({"name": "softcap", "cap": 30.0}),
     **_mixtures("moc", 7, _ALL, first=True),

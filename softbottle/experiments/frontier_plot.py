@@ -73,6 +73,10 @@ def _scatter(axes, found, field, unit):
     axes.step(*zip(*front, strict=True), where="post", color="tab:red", lw=1, zorder=0)
     axes.set_xscale("log")
     axes.margins(0.12)
+    # At least a factor of two, or costs that hardly differ would look far apart.
+    low, high = axes.get_xlim()
+    spread = math.sqrt(max(1.0, 2 * low / high))
+    axes.set_xlim(low / spread, high * spread)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter("{x:.4g}")
         axis.set_minor_formatter("{x:.4g}")
