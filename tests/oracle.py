@@ -67,19 +67,27 @@ class Parts(NamedTuple):
     active_Tk: np.ndarray | None  # the components that are not left out
 
 
+def read(case, hidden_TD):
+    """What projections and prior read: the direction, or for tanh the state."""
+    if case.context in (None, "tanh"):
+        return hidden_TD
+    return hidden_TD / np.sqrt((hidden_TD**2).sum(axis=1, keepdims=True) + 1e-12)
+
+
 def mixture(name, params, hidden_TD, mask=None):
     """Prior and contexts of a case's head, and the steps to them."""
     case, bent_TKE = CASES[name], None
+    read_TD = read(case, hidden_TD)
     prior_TK = np.ones((len(hidden_TD), 1))
     if "prior_DK" in params:
-        weight_TK = np.exp(hidden_TD @ params["prior_DK"])
+        weight_TK = np.exp(read_TD @ params["prior_DK"])
         prior_TK = weight_TK / weight_TK.sum(axis=1, keepdims=True)
     state_TE = hidden_TD
     if "project_DE" in params:
         state_TE = hidden_TD @ params["project_DE"]
     context_TKE = state_TE[:, None]
     if "latent_DKE" in params:
-        latent_TKE = np.einsum("td,dke->tke", hidden_TD, params["latent_DKE"])
+        latent_TKE = np.einsum("td,dke->tke", read_TD, params["latent_DKE"])
         latent_TKE = latent_TKE + params["latent_bias_KE"]
         bent_TKE = latent_TKE if case.context == "linear" else np.tanh(latent_TKE)
         context_TKE = bent_TKE
@@ -312,20 +320,24 @@ def _mixture_gradients(
         all_score_TK[place], all_bar_TKE[place] = score_bar_TK, context_bar_TKE
         score_bar_TK, context_bar_TKE = all_score_TK, all_bar_TKE
     context_bar_TKE = context_bar_TKE * mask_TKE
-    bars, hidden_bar_TD = {}, np.zeros_like(hidden_TD)
+    read_TD = read(case, hidden_TD)
+    bars, read_bar_TD = {}, np.zeros_like(hidden_TD)
     if "prior_DK" in params:
-        bars["prior_DK"] = hidden_TD.T @ score_bar_TK
-        hidden_bar_TD = hidden_bar_TD + score_bar_TK @ params["prior_DK"].T
+        bars["prior_DK"] = read_TD.T @ score_bar_TK
+        read_bar_TD = read_bar_TD + score_bar_TK @ params["prior_DK"].T
     if parts.bent_TKE is not None:
         slope_TKE = 1 if case.context == "linear" else 1 - parts.bent_TKE**2
         bent_bar_TKE = context_bar_TKE * slope_TKE
-        bars["latent_DKE"] = np.einsum("td,tke->dke", hidden_TD, bent_bar_TKE)
+        bars["latent_DKE"] = np.einsum("td,tke->dke", read_TD, bent_bar_TKE)
         bars["latent_bias_KE"] = bent_bar_TKE.sum(axis=0)
-        hidden_bar_TD = hidden_bar_TD + np.einsum(
+        read_bar_TD = read_bar_TD + np.einsum(
             "tke,dke->td", bent_bar_TKE, params["latent_DKE"]
         )
     if case.context == "tanh":
-        return bars, hidden_bar_TD
+        return bars, read_bar_TD
+    length_T1 = np.sqrt((hidden_TD**2).sum(axis=1, keepdims=True) + 1e-12)
+    along_T1 = (read_TD * read_bar_TD).sum(axis=1, keepdims=True)
+    hidden_bar_TD = (read_bar_TD - along_T1 * read_TD) / length_T1
     state_bar_TE = context_bar_TKE.sum(axis=1)
     if "project_DE" in params:
         bars["project_DE"] = hidden_TD.T @ state_bar_TE

@@ -77,10 +77,10 @@ def test_a_partition_has_rank_exactly_that_of_its_classes_together(name, rank, b
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_linear_contexts_of_classes_have_the_rank_of_a_softmax_with_a_bias(bias):
-    # Classes share the state's dimensions; their own biases are a bias of the words.
+def test_linear_contexts_of_classes_span_the_state_and_its_direction(bias):
+    # All classes share these dimensions; their own biases are a bias of the words.
     log_p_TV = log_probs("partition linear", "float64", bias)
-    assert numerical_rank(log_p_TV, "float64") == WIDTH + 2
+    assert numerical_rank(log_p_TV, "float64") == 2 * WIDTH + 2
 
 
 BEYOND = ["mos", "mos tanh", "mos active", "partition mixed"]

@@ -28,6 +28,7 @@ from softbottle import config as config_lib
 from softbottle import model as model_lib
 from softbottle.data import corpus as corpora
 from softbottle.data.batches import Batch, Stream, evaluation
+from softbottle.heads import contexts
 
 Row = dict[str, Any]
 SOFTMAX = "softmax"
@@ -246,10 +247,9 @@ class _Trainer:
             hidden_TD = hidden_BSD.reshape(-1, hidden_BSD.shape[-1])
             shares = None
             if mixes:
-                prior_TK = hidden_TD @ params["head"]["prior_DK"].astype(
-                    hidden_TD.dtype
-                )
-                shares = jnp.mean(jax.nn.softmax(prior_TK.astype(jnp.float32)), axis=0)
+                kind = self.model.head.context
+                log_prior_TK = contexts.log_prior(kind, params["head"], hidden_TD)
+                shares = jnp.mean(jnp.exp(log_prior_TK), axis=0)
             return after, (jnp.sum(nll_BS), jnp.sum(batch.weights_BS), shares)
 
         _, (total, count, shares) = jax.lax.scan(score, carry, batches)

@@ -1,8 +1,8 @@
 """How a head with projections makes its contexts from the state.
 
     tanh       tanh(h W_k + b_k)            as the papers' mixtures have it
-    linear     h P + h W_k + b_k
-    residual   h P + tanh(h W_k + b_k)
+    linear     h P + x W_k + b_k            x = h / |h|
+    residual   h P + tanh(x W_k + b_k)
 
 P is the identity where the table is as wide as the state, else a matrix of its own.
 
@@ -11,6 +11,11 @@ that starts small, as most do, the contexts saturate while they learn how freque
 are, and then learn little more. The other two start with W_k = 0 and b_k = 0, and the
 head therefore as the very softmax of h P that it replaces; what tells the contexts
 apart is the prior, which starts at random.
+
+They read the state's direction x, and so does their prior: a step of Adam moves x W_k
+by at most the learning rate times the root of the width, whatever the backbone. By h,
+whose size is the root of the width behind a transformer's last norm, it would be the
+width itself, which saturates tanh and prior within a few steps.
 """
 
 from collections.abc import Sequence
@@ -23,6 +28,8 @@ from softbottle.heads.base import Params
 
 KINDS = ("residual", "linear", "tanh")
 DEFAULT = KINDS[0]
+# Added to a squared length: a state of zeros has no direction.
+TINY = 1e-12
 
 
 def check(kind: str) -> None:
@@ -61,11 +68,39 @@ def init(
     return params
 
 
+def read(kind: str, hidden_TD: jax.Array) -> jax.Array:
+    """What the projections and the prior read: the state, or its direction."""
+    if kind == "tanh":
+        return hidden_TD
+    wide_TD = hidden_TD.astype(jnp.promote_types(hidden_TD.dtype, jnp.float32))
+    square_T1 = jnp.sum(jnp.square(wide_TD), axis=1, keepdims=True)
+    return (wide_TD * jax.lax.rsqrt(square_T1 + TINY)).astype(hidden_TD.dtype)
+
+
+def init_prior(kind: str, key: jax.Array, count: int, hidden_dim: int) -> jax.Array:
+    """A prior's matrix, `prior_DK`: a log-weight spreads by about 0.6 at most."""
+    # A state is about as long as the root of its width, a direction has length 1.
+    fan_in = hidden_dim if kind == "tanh" else 1
+    return base.uniform(key, (hidden_dim, count), fan_in)
+
+
+def log_prior(kind: str, params: Params, hidden_TD: jax.Array) -> jax.Array:
+    """log softmax of what `read` gives times `prior_DK`, float32 or better: [T, K]."""
+    read_TD = read(kind, hidden_TD)
+    score_TK = jnp.einsum(
+        "td,dk->tk",
+        read_TD,
+        params["prior_DK"].astype(read_TD.dtype),
+        preferred_element_type=jnp.promote_types(read_TD.dtype, jnp.float32),
+    )
+    return jax.nn.log_softmax(score_TK)
+
+
 def make(kind: str, params: Params, hidden_TD: jax.Array) -> jax.Array:
     """The contexts of every token, [T, K, E], from the parameters of `init`."""
     dtype = hidden_TD.dtype
     latent_TKE = jnp.einsum(
-        "td,dke->tke", hidden_TD, params["latent_DKE"].astype(dtype)
+        "td,dke->tke", read(kind, hidden_TD), params["latent_DKE"].astype(dtype)
     )
     latent_TKE = latent_TKE + params["latent_bias_KE"].astype(dtype)[None]
     bent_TKE = latent_TKE if kind == "linear" else jnp.tanh(latent_TKE)

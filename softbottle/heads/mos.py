@@ -1,8 +1,8 @@
 """Mixture of Softmaxes: P(v) = sum_k prior_k softmax_v(context_k . w_v + b_v).
 
-Each component sees a context of its own (contexts.py) and the mixture weights are
-softmax(U h). The log-probabilities are a log-sum-exp of K rank-d matrices, and a
-log-sum-exp of low-rank matrices is not low-rank.
+Each component sees a context of its own (contexts.py, which has the prior too). The
+log-probabilities are a log-sum-exp of K rank-d matrices, and a log-sum-exp of low-rank
+matrices is not low-rank.
 
 With `active` = k, a token meets the table with k of its K contexts. All K are made,
 which is cheap: D E multiplications each, against E V for a product with the table. The
@@ -56,7 +56,7 @@ class Mixed(base.Head):
     def mix(
         self, params: Params, hidden_TD: jax.Array, latent_mask: jax.Array | None = None
     ) -> Mixture:
-        """log softmax(h U) and the contexts; see `Head.mix`."""
+        """The prior and the contexts; see `Head.mix`."""
         return mix_latent(self.context, params, hidden_TD, latent_mask)
 
 
@@ -109,7 +109,7 @@ class MixtureOfSoftmaxes(Mixed):
         *,
         key: jax.Array | None = None,
     ) -> Mixture:
-        """log softmax(h U) and the contexts, of the active ones; see `Head.mix`."""
+        """The prior and the contexts, of the active ones; see `Head.mix`."""
         log_prior_TK, context_TKE = super().mix(params, hidden_TD, latent_mask)
         if self.active is None:
             return Mixture(log_prior_TK, context_TKE)
@@ -133,8 +133,8 @@ def mos(
 
     Args:
         components: K; 1 gives an ordinary softmax of one context.
-        context: "residual", h P + tanh(h W_k + b_k); "linear", h P + h W_k + b_k; or
-            "tanh", tanh(h W_k + b_k), as the paper has it.
+        context: "residual", h P + tanh(x W_k + b_k) with x = h / |h|; "linear",
+            h P + x W_k + b_k; or "tanh", tanh(h W_k + b_k), as the paper has it.
         active: k, components that a token meets the table with; None is all.
         draw: whether `loss`, given a key, draws one of them.
 
@@ -200,9 +200,9 @@ class PlainOrMixed(base.Head):
 def init_latent(
     key: jax.Array, kind: str, components: int, hidden_dim: int, context_dim: int
 ) -> Params:
-    """Parameters of the prior, started as PyTorch's Linear, and of the contexts."""
+    """Parameters of the prior and of the contexts."""
     prior_key, *latent_keys = jax.random.split(key, 3)
-    prior_DK = base.uniform(prior_key, (hidden_dim, components), hidden_dim)
+    prior_DK = contexts.init_prior(kind, prior_key, components, hidden_dim)
     latent = contexts.init(kind, latent_keys, components, hidden_dim, context_dim)
     return {"prior_DK": prior_DK, **latent}
 
@@ -213,9 +213,10 @@ def mix_latent(
     hidden_TD: jax.Array,
     latent_mask: jax.Array | None = None,
 ) -> Mixture:
-    """log softmax(h U) and the contexts, the latter masked last."""
+    """The prior and the contexts, the latter masked last."""
     context_TKE = contexts.make(kind, params, hidden_TD)
-    return Mixture(log_prior(params, hidden_TD), base.masked(context_TKE, latent_mask))
+    log_prior_TK = contexts.log_prior(kind, params, hidden_TD)
+    return Mixture(log_prior_TK, base.masked(context_TKE, latent_mask))
 
 
 def _drawn(log_prior_TK, active, key):
@@ -230,15 +231,3 @@ def _drawn(log_prior_TK, active, key):
         jnp.concatenate([log_top_Tk, log_rest_T[:, None]], axis=1),
         jnp.concatenate([top_Tk, drawn_T[:, None].astype(top_Tk.dtype)], axis=1),
     )
-
-
-def log_prior(params: Params, hidden_TD: jax.Array) -> jax.Array:
-    """log softmax(h U), float32 or better, [T, K]."""
-    wide = jnp.promote_types(hidden_TD.dtype, jnp.float32)
-    prior_TK = jnp.einsum(
-        "td,dk->tk",
-        hidden_TD,
-        params["prior_DK"].astype(hidden_TD.dtype),
-        preferred_element_type=wide,
-    )
-    return jax.nn.log_softmax(prior_TK)

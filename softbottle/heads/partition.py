@@ -4,7 +4,7 @@ Every class of words, v mod n, meets a context of its own (contexts.py), under o
 normalizer. A word is still multiplied with one context, so this costs what a softmax
 does. The logits of a class span as many dimensions as its contexts, and those of all up
 to n times as many: log P has rank up to n d + 1, and one more with a bias, where the
-contexts are not linear in the state. (Linear ones stay in the space of the state.)
+contexts bend. (Linear ones stay in the space of the state and its direction, 2 d.)
 
 With `components` it is a mixture of such softmaxes.
 """
@@ -17,7 +17,6 @@ import jax.numpy as jnp
 
 from softbottle.heads import base, contexts
 from softbottle.heads.base import Mixture, Params
-from softbottle.heads.mos import log_prior
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -63,8 +62,9 @@ class Partition(base.Head):
         prior_key, *latent_keys = jax.random.split(key, 3)
         params = contexts.init(self.context, latent_keys, *sizes)
         if self.components > 1:
-            shape = (hidden_dim, self.components)
-            params["prior_DK"] = base.uniform(prior_key, shape, hidden_dim)
+            params["prior_DK"] = contexts.init_prior(
+                self.context, prior_key, self.components, hidden_dim
+            )
         return params
 
     def mix(
@@ -78,7 +78,7 @@ class Partition(base.Head):
         if self.components == 1:
             wide = jnp.promote_types(hidden_TD.dtype, jnp.float32)
             return Mixture(jnp.zeros((tokens, 1), wide), context)
-        return Mixture(log_prior(params, hidden_TD), context)
+        return Mixture(contexts.log_prior(self.context, params, hidden_TD), context)
 
 
 def partition(
