@@ -27,6 +27,8 @@ def get_config(head: str = "mos") -> Config:
     config.head.name = head
     if COMPONENTS[head] > 1:
         config.head.components = COMPONENTS[head]
+        # What the settings were chosen with: docs/results/quickstart.md.
+        config.head.context = "tanh"
     config.model.backbone = "window"
     config.model.tied = False
     config.model.embed_dim = 64
