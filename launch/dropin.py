@@ -2,11 +2,12 @@
 
     python launch/dropin.py --config configs/dropin.py --workdir runs/dropin \
         --config.data.path=data/wikitext-2
-    python launch/dropin.py --config configs/dropin.py:transformer --workdir runs/dropin
+    python launch/dropin.py --config configs/dropin.py:transformer \
+        --workdir runs/dropin-transformer --config.data.path=data/wikitext-2
 
 Trains small models at every table start, learning rate and tying of the grid in
 experiments/dropin.py with each head. Writes dropin.jsonl and dropin.md to --workdir;
-started again, also with another backbone, it goes on where it stopped.
+started again, it goes on where it stopped.
 """
 
 from softbottle import command
@@ -25,7 +26,7 @@ def main() -> None:
     """Compare the rivals with a softmax."""
     if CONFIG.value is None:
         raise app.UsageError("--config is needed, for example configs/dropin.py")
-    dropin.run([CONFIG.value], WORKDIR.value, RIVALS.value, SEEDS.value)
+    dropin.run(CONFIG.value, WORKDIR.value, RIVALS.value, SEEDS.value)
 
 
 if __name__ == "__main__":

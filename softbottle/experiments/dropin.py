@@ -28,6 +28,7 @@ from softbottle import config as config_lib
 from softbottle import model as model_lib
 from softbottle.data import corpus as corpora
 from softbottle.data.batches import Batch, Stream, evaluation
+from softbottle.experiments.frontier_arms import fingerprint
 from softbottle.heads import contexts
 
 Row = dict[str, Any]
@@ -57,7 +58,7 @@ class Point(NamedTuple):
 
 
 def run(
-    configs: Sequence[config_lib.Config],
+    config: config_lib.Config,
     workdir: pathlib.Path | str,
     rivals: Sequence[str],
     seeds: int,
@@ -65,31 +66,36 @@ def run(
     """Train every rival and a softmax at every point; resumes where it stopped.
 
     Args:
-        configs: one for each backbone, on the same corpus.
+        config: the backbone, the text and the steps; its head is not read.
         workdir: where `dropin.jsonl` and `dropin.md` go.
         rivals: names of RIVALS.
         seeds: of the softmax; the rivals have the first.
 
     Returns:
         The rows: a line of dropin.jsonl each.
+
+    Raises:
+        ValueError: if there is no such rival, or `workdir` has rows of other settings.
     """
+    for name in rivals:
+        if name not in RIVALS:
+            raise ValueError(f"no rival is called {name!r}; there are {list(RIVALS)}.")
+    corpus = corpora.load(config.data)
+    mark = fingerprint(variant(config, {"name": SOFTMAX}, True), corpora.digest(corpus))
     workdir = pathlib.Path(workdir)
     workdir.mkdir(parents=True, exist_ok=True)
     lines = workdir / "dropin.jsonl"
-    rows = (
-        [json.loads(line) for line in lines.read_text().splitlines()]
-        if (lines.exists())
-        else []
-    )
+    rows = [json.loads(line) for line in _lines(lines)]
+    if any(row["fingerprint"] != mark for row in rows):
+        raise ValueError(f"{lines} has rows of other settings or of another text.")
     done = {_identity(row) for row in rows}
-    corpus = corpora.load(configs[0].data)
     heads = [(SOFTMAX, {"name": SOFTMAX}, seeds)]
     heads += [(name, RIVALS[name], 1) for name in rivals]
-    for config, tied, (name, head, count) in itertools.product(configs, TIED, heads):
+    for tied, (name, head, count) in itertools.product(TIED, heads):
         trainer = None
         for deviation, rate, seed in itertools.product(DEVIATIONS, RATES, range(count)):
             point = Point(config.model.backbone, tied, deviation, rate)
-            row = {"head": name, "seed": seed, **point._asdict()}
+            row = {"head": name, "seed": seed, **point._asdict(), "fingerprint": mark}
             if _identity(row) in done:
                 continue
             if trainer is None:
@@ -162,6 +168,10 @@ def report(rows: Sequence[Row]) -> str:
                 cells.append(f"{losses[0]:.3f}" if losses else "")
             text.append(f"| {point.deviation} | {point.rate} | {' | '.join(cells)} |")
     return "\n".join(text)
+
+
+def _lines(path):
+    return path.read_text().splitlines() if path.exists() else []
 
 
 def _identity(row):

@@ -176,7 +176,7 @@ class Variants:
         train.checkpoint_every = steps
         config = config_lib.validate(config)
         head, flop = repr(model_lib.make_head(config)), model.flop * steps
-        mark = _fingerprint(config, self._text)
+        mark = fingerprint(config, self._text)
         return Variant(config, head, model.parameters, steps, flop, mark)
 
     def _model(self, name):
@@ -255,7 +255,7 @@ def _closest(cost: Callable[[int], float], target: float) -> int:
     return min(low, high, key=lambda number: abs(cost(number) - target))
 
 
-def _fingerprint(config, text):
+def fingerprint(config: config_lib.Config, text: dict[str, str]) -> str:
     """A hash of the text and of all settings that are not the defaults."""
     defaults = sections.flatten(config_lib.to_dict(config_lib.Config()))
     settings = {

@@ -29,8 +29,8 @@ def compared(tmp_path_factory):
         patch.setattr(dropin, "TIED", (True,))
         patch.setattr(dropin, "RATES", (3e-3,))
         rivals = ["mos", "mos tanh"]
-        rows = dropin.run([make_config()], workdir, rivals, seeds=2)
-        again = dropin.run([make_config()], workdir, rivals, seeds=2)
+        rows = dropin.run(make_config(), workdir, rivals, seeds=2)
+        again = dropin.run(make_config(), workdir, rivals, seeds=2)
     return workdir, rows, again
 
 
@@ -49,3 +49,16 @@ def test_started_again_it_trains_nothing_and_says_the_same(compared):
     assert [json.loads(line) for line in lines] == rows == again
     text = (workdir / "dropin.md").read_text()
     assert "| mos | 1 | 0 |" in text and "| mos tanh | 1 | 1 |" in text
+
+
+def test_a_rival_that_does_not_exist_is_refused_with_those_that_do(tmp_path):
+    with pytest.raises(ValueError, match=r"no rival .*'mosaic'; there are \['mos', "):
+        dropin.run(make_config(), tmp_path / "run", ["mosaic"], seeds=2)
+    assert not (tmp_path / "run").exists()
+
+
+def test_rows_of_other_settings_are_refused(tmp_path):
+    row = {"head": "softmax", "fingerprint": "another"}
+    (tmp_path / "dropin.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(ValueError, match="dropin.jsonl has rows of other settings"):
+        dropin.run(make_config(), tmp_path, ["mos"], seeds=2)
