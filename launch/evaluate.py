@@ -13,6 +13,7 @@ the cache by itself would have been right.
 Prints a table, and one JSON line with the same numbers.
 """
 
+import dataclasses
 import json
 import time
 
@@ -35,6 +36,12 @@ ROWS = flags.DEFINE_integer(
 )
 DTYPE = flags.DEFINE_enum(
     "compute_dtype", "float32", ["float32", "bfloat16"], "Of the model's GEMMs."
+)
+ACTIVE = flags.DEFINE_integer(
+    "active",
+    None,
+    "A mixture's components per token, if not as in training; all: its number of them.",
+    lower_bound=1,
 )
 DYNAMIC = flags.DEFINE_bool(
     "dynamic", False, "Also score while learning from the text."
@@ -69,7 +76,7 @@ SHARE = command.define_float(
 
 def main() -> None:
     """Evaluate what the flags say."""
-    run = state.load_run(WORKDIR.value, DTYPE.value)
+    run = _with_active(state.load_run(WORKDIR.value, DTYPE.value))
     if TEXT.value and (DYNAMIC.value or PATH.value):
         raise app.UsageError("--dynamic and --path go with a split, not with --text")
     trained_on = None
@@ -107,6 +114,17 @@ def main() -> None:
     print(f"{unknown:.2%} of the words are {UNK}.")
     which = {"text": TEXT.value} if TEXT.value else {"split": SPLIT.value}
     print(json.dumps({**which, "step": run.step, "unknown": unknown, **results}))
+
+
+def _with_active(run):
+    """The run, its head with as many active components as the flag says."""
+    head = run.model.head
+    if ACTIVE.value is None:
+        return run
+    if "active" not in head.settings():
+        raise ValueError(f"--active is for mixtures of softmaxes, not for {head!r}.")
+    chosen = dataclasses.replace(head, active=ACTIVE.value)
+    return run._replace(model=dataclasses.replace(run.model, head=chosen))
 
 
 def _ways(run, text, ids):

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 
 import numpy as np
@@ -39,13 +40,15 @@ def answers(workdir):
     (workdir / "other.txt").write_text("w1 zebra w2\nw3\n")
     flags = {
         "text": ("--text", workdir / "other.txt", "--tokens", 5),
+        "active": ("--split", "test", "--active", 1),
         "evaluate": ("--split", "test", "--dynamic", "--cache", "--joint")
         + ("--segment", SEGMENT, "--window", WINDOW),
         "generate": ("--prompt", "-", "--tokens", "11", "--top-k", "3")
         + ("--top-p", "0.9", "--temperature", "0.8", "--seed", "5"),
     }
-    prompts = {"text": "", "evaluate": "", "generate": "w1 zebra w2\n"}
-    programs = {name: f"{name}.py" for name in flags} | {"text": "evaluate.py"}
+    prompts = dict.fromkeys(flags, "") | {"generate": "w1 zebra w2\n"}
+    programs = {name: f"{name}.py" for name in flags}
+    programs |= dict.fromkeys(("text", "active"), "evaluate.py")
     started = {
         name: commands.start(
             *(programs[name], "--workdir", workdir), *flags[name], typed=prompts[name]
@@ -93,6 +96,18 @@ def test_the_numbers_are_those_of_the_model_and_the_flags(answers, workdir):
     # It has learnt a little, and after the first words only.
     assert found["dynamic"]["loss"] != found["static"]["loss"]
     assert found["dynamic"]["loss"] == pytest.approx(static.loss, rel=0.1)
+
+
+def test_a_mixture_is_scored_with_as_many_components_as_asked_for(answers, workdir):
+    found = json.loads(answers["active"][0].splitlines()[-1])
+    run = state.load_run(workdir)
+    ids = corpus.load(run.config.data).test
+    one = dataclasses.replace(run.model.head, active=1)
+    model = dataclasses.replace(run.model, head=one)
+    expected = evaluate.make_evaluator(model)(run.params, ids, 1, 17)
+    assert found["static"]["loss"] == pytest.approx(expected.loss, rel=1e-5)
+    whole = evaluate.make_evaluator(run.model)(run.params, ids, 1, 17)
+    assert found["static"]["loss"] != pytest.approx(whole.loss, rel=1e-4)
 
 
 def test_any_text_is_scored_with_its_first_word_and_its_unknown_words_counted(
