@@ -67,6 +67,7 @@ def without_padding(weights: jax.Array, tree: Tree) -> Tree:
     """
 
     def clear(array):
+        array = jnp.asarray(array)
         trailing = (1,) * (array.ndim - weights.ndim)
         kept = (weights != 0).reshape(*weights.shape, *trailing)
         return jnp.where(kept, array, jnp.zeros((), array.dtype))
