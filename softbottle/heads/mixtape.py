@@ -28,19 +28,25 @@ import jax.numpy as jnp
 from softbottle import ops
 from softbottle.heads import base, contexts
 from softbottle.heads.base import Mixture, Params
-from softbottle.ops.mixture import gated
+from softbottle.ops.mixture import gated, shards
+from softbottle.ops.mixture.activations import DEAD
 from softbottle.ops.mixture.arrays import Elsewhere, Targets, Vocabulary
 from softbottle.ops.mixture.likelihood import word_ids
 from softbottle.ops.mixture.options import DEFAULTS, Options
 
 
 class _Pieces(NamedTuple):
-    """The words in two pieces, and how the rare ones' operations are called."""
+    """The words in two pieces, and how the rare ones' operations are called.
+
+    `start` is the word of the first row of `rare`. Of a split table that is still the
+    whole, in which the frequent words have no probability.
+    """
 
     tokens: gated.Tokens
     frequent: gated.Words
     mixture: Mixture
     rare: Vocabulary
+    start: int
     options: Options
 
 
@@ -199,7 +205,12 @@ class Mixtape(base.Head):
         rare_TV = ops.log_probs(
             pieces.mixture, pieces.rare, options=pieces.options, lse_TK=lse_T1
         )
-        return jnp.concatenate([logit_TS - lse_T1, rare_TV], axis=1)
+        own_TS = logit_TS - lse_T1
+        if pieces.start:
+            return jnp.concatenate([own_TS, rare_TV], axis=1)
+        own_TV = jnp.pad(own_TS, ((0, 0), (0, rare_TV.shape[1] - self.frequent)))
+        own_V = self._frequent_rows(rare_TV.shape[1], options)
+        return jnp.where(own_V[None], own_TV, rare_TV)
 
     def top_k(
         self,
@@ -272,32 +283,47 @@ class Mixtape(base.Head):
 
     def _pieces(self, params, words, hidden_TD, latent_mask, options):
         base.check_states(params, hidden_TD)
+        first, rare, start, options = self._split(words, options)
+        tokens = self._tokens(params, hidden_TD, latent_mask)
+        gates = (params["gate_word_SG"], params["gate_word_bias_SJ"])
+        frequent = gated.Words(first, *gates)
+        return _Pieces(tokens, frequent, self._mean(tokens), rare, start, options)
+
+    def _split(self, words, options):
+        """Frequent words, rare words, the first of these, and their options."""
         rows, count = len(words.table_VE), self.frequent
-        if options.vocab_axis is not None:
-            raise ValueError(
-                "mixtape reads its frequent words on every device, so its table cannot "
-                f"be split; it was called with vocab_axis={options.vocab_axis!r}."
-            )
-        if options.vocab is not None and options.vocab > rows:
+        if options.vocab_axis is None and options.vocab and options.vocab > rows:
             raise ValueError(f"vocab={options.vocab} exceeds the table's {rows} rows.")
-        vocab = options.vocab or rows
+        vocab = shards.word_count(rows, options)
         if count >= vocab:
             raise ValueError(
                 f"frequent={count} must be less than the vocabulary's {vocab} words."
             )
-        tokens = self._tokens(params, hidden_TD, latent_mask)
-        first, rare = (
-            jax.tree.map(lambda array, part=part: array[part], words)
-            for part in (slice(count), slice(count, None))
-        )
-        gates = (params["gate_word_SG"], params["gate_word_bias_SJ"])
-        return _Pieces(
-            tokens,
-            gated.Words(first, *gates),
-            self._mean(tokens),
-            rare,
-            dataclasses.replace(options, vocab=vocab - count),
-        )
+        if options.vocab_axis is None:
+            first, rare = (
+                jax.tree.map(lambda array, part=part: array[part], words)
+                for part in (slice(count), slice(count, None))
+            )
+            return first, rare, count, dataclasses.replace(options, vocab=vocab - count)
+        if count > rows:
+            raise ValueError(
+                f"frequent={count} must be at most the {rows} rows of a shard: the "
+                "first device has these words."
+            )
+        own_V = self._frequent_rows(rows, options)
+
+        def from_first(array):
+            shape = (count, *(1,) * (array.ndim - 1))
+            part = jnp.where(own_V[:count].reshape(shape), array[:count], 0.0)
+            return jax.lax.psum(part, options.vocab_axis)
+
+        bias_V = jnp.where(own_V, DEAD, words.bias_V)
+        rare = words._replace(bias_V=bias_V)
+        return jax.tree.map(from_first, words), rare, 0, options
+
+    def _frequent_rows(self, rows, options):
+        """Which of the local table rows are frequent words, [V]."""
+        return jnp.arange(rows) + shards.first_row(rows, options) < self.frequent
 
     def _tokens(self, params, hidden_TD, latent_mask):
         """The contexts, masked, and what the gates read."""
@@ -334,12 +360,13 @@ class Mixtape(base.Head):
         labels_T = word_ids(labels_T=labels_T)
         owned_T = (labels_T >= 0) & (labels_T < self.frequent)
         both_T1 = gated.scores(pieces.tokens, pieces.frequent, labels_T, pieces.options)
-        local_T = jnp.where(owned_T, 0, labels_T - self.frequent)
+        local_T = jnp.where(owned_T, self.frequent, labels_T) - pieces.start
         return local_T, Elsewhere(*both_T1, owned_T)
 
     def _masses(self, pieces):
         """Log-normalizers of frequent words, of rare ones and of all, [T, 1] each."""
-        anything_T = jnp.zeros(len(pieces.tokens.context_TKE), jnp.int32)
+        tokens = len(pieces.tokens.context_TKE)
+        anything_T = jnp.full(tokens, self.frequent - pieces.start, jnp.int32)
         _, own_T1 = gated.scores(
             pieces.tokens, pieces.frequent, anything_T, pieces.options
         )
@@ -363,7 +390,8 @@ def mixtape(
         context: as of `mos`.
         frequent: S, words with gates of their own, the first rows of the table: it has
             to be sorted by frequency. A tenth of the vocabulary costs 0.3 products with
-            the table beside the softmax's one, for K = 4.
+            the table beside the softmax's one, for K = 4. Where the table is split
+            over devices, the first one has to have them all.
         gate_dim: G, width of what a word's gates are a product of.
 
     Raises:

@@ -47,6 +47,9 @@ SPLIT = [
     ("softmax", "nll", (2, 4)),
     ("moc", "loss", (4, 2)),
     ("partition", "loss", (4, 2)),
+    ("mixtape", "loss", (8, 1)),
+    ("mixtape", "loss", (4, 2)),
+    ("mixtape_tanh", "nll", (8, 1)),
 ]
 
 
