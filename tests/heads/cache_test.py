@@ -190,7 +190,7 @@ def test_what_has_no_weight_or_no_segment_may_hold_anything(name="mos"):
 
 
 # Not PLIF: beside a cache the level of g counts, and the oracle's is another.
-@pytest.mark.parametrize("name", [*NAMES, "moss", "moc", "partition"])
+@pytest.mark.parametrize("name", [*NAMES, "moss", "moc", "partition", "mixtape"])
 def test_log_probs_are_those_of_loops_and_sum_to_one(name):
     arguments, _ = make_problem(name)
     padded = oracle.cast(with_padding_rows(arguments), jnp.float32)
