@@ -227,7 +227,7 @@ def _cases():
         ),
         "lowrank": (softbottle.lowrank(CONTEXT), "projected", *plain),
         "softcap": (softbottle.softcap(4.0), "alone", *capped(4.0)),
-        "mixtape": (softbottle.mixtape(frequent=13, gate_dim=3), "gated", *plain),
+        "mixtape": (softbottle.mixtape(frequent=9, gate_dim=3), "gated", *plain),
         "mixtape_tanh": (
             softbottle.mixtape(2, "tanh", frequent=29, gate_dim=4),
             "gated",

@@ -14,7 +14,7 @@ from softbottle import Options
 from softbottle.heads import contexts
 from tests import oracle
 
-WIDTH, WORDS, FREQUENT = 7, 37, 13
+WIDTH, WORDS, FREQUENT = 7, 37, 9
 
 
 def point(name="mixtape", rows=WORDS):
@@ -106,7 +106,7 @@ def test_split_log_probs_are_those_of_the_local_words():
 @pytest.mark.parametrize(
     "options, message",
     [
-        (Options(vocab=FREQUENT), "frequent=13 must be less than .* 13 words"),
+        (Options(vocab=FREQUENT), "frequent=9 must be less than .* 9 words"),
         (Options(vocab=WORDS + 1), "vocab=38 exceeds the table's 37 rows"),
     ],
 )
@@ -120,11 +120,11 @@ def test_a_vocabulary_without_rare_words_is_refused(options, message):
 
 def test_frequent_words_that_one_device_does_not_have_are_refused():
     inputs, head = point(rows=40), oracle.CASES["mixtape"].head
-    mesh = jax.make_mesh((4,), ("model",), axis_types=(AxisType.Auto,))
+    mesh = jax.make_mesh((8,), ("model",), axis_types=(AxisType.Auto,))
     specs = (P(), P("model"), P("model"), P(), P(), P())
     loss = functools.partial(head.loss, options=Options(vocab_axis="model"))
     split = jax.shard_map(loss, mesh=mesh, in_specs=specs, out_specs=P())
-    with pytest.raises(ValueError, match="frequent=13 must be at most the 10 rows"):
+    with pytest.raises(ValueError, match="frequent=9 must be at most the 5 rows"):
         split(*inputs)
 
 
