@@ -90,7 +90,9 @@ class Head(Section):
     active: int | None = positive(None)  # mos, moss: components per token
     draw: bool | None = None  # mos, moss: one of the active components, in training
     classes: int | None = positive(None)  # partition
-    frequent: int | None = positive(None)  # mixtape: words with gates of their own
+    # mixtape: words with gates of their own, the first of a vocabulary that is sorted
+    # by frequency, as data.vocab_size does it
+    frequent: int | None = positive(None)
     gate_dim: int | None = positive(None)  # mixtape: width of the gates' features
     center: float | None = None  # gss
     slope: float | None = positive(None)  # gss
