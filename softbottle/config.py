@@ -85,11 +85,15 @@ class Head(Section):
     name: str = "mos"  # one of heads.HEADS
     budget_mib: int | None = positive(None)  # memory of a block of logits
     implementation: str = "auto"  # see ops/mixture/options.py
-    components: int | None = positive(None)  # mos, moc, moss, gss, plif, softcap
+    components: int | None = positive(None)  # of a mixture, or of mixtape
     context: str | None = None  # of a mixture: residual, linear or tanh
     active: int | None = positive(None)  # mos, moss: components per token
     draw: bool | None = None  # mos, moss: one of the active components, in training
     classes: int | None = positive(None)  # partition
+    # mixtape: words with gates of their own, the first of a vocabulary that is sorted
+    # by frequency, as data.vocab_size does it
+    frequent: int | None = positive(None)
+    gate_dim: int | None = positive(None)  # mixtape: width of the gates' features
     center: float | None = None  # gss
     slope: float | None = positive(None)  # gss
     knots: int | None = positive(None)  # plif

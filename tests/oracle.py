@@ -29,7 +29,7 @@ class Case(NamedTuple):
     """A head, and how the oracle computes the same thing."""
 
     head: softbottle.Head
-    kind: str  # alone, projected, mixed, averaged or partitioned
+    kind: str  # alone, projected, mixed, averaged, partitioned or gated
     positive: Callable  # (params, z) -> f(z) > 0
     slope: Callable  # (params, z) -> g'(z), g = log f
     hidden_dim: int
@@ -99,6 +99,10 @@ def mixture(name, params, hidden_TD, mask=None):
         mean_TE = (prior_TK[:, :, None] * dropped_TKE).sum(axis=1)
         one_T1 = np.ones_like(prior_TK[:, :1])
         return Parts(one_T1, mean_TE[:, None, None], *unchanged, None)
+    if case.kind == "gated":
+        weight_TK = gates(case, params, hidden_TD, 0).weight_TVK[:, 0]
+        mean_TE = (weight_TK[:, :, None] * dropped_TKE).sum(axis=1)
+        return Parts(prior_TK, mean_TE[:, None, None], *unchanged, None)
     if case.kind == "partitioned":
         shape = (len(hidden_TD), case.head.classes, case.head.components, -1)
         return Parts(prior_TK, dropped_TKE.reshape(shape), *unchanged, None)
@@ -109,6 +113,43 @@ def mixture(name, params, hidden_TD, mask=None):
         prior_TK = prior_TK / prior_TK.sum(axis=1, keepdims=True)
         dropped_TKE = np.take_along_axis(dropped_TKE, active_Tk[:, :, None], axis=1)
     return Parts(prior_TK, dropped_TKE[:, None], *unchanged, active_Tk)
+
+
+class Gates(NamedTuple):
+    """Gates of every token and word, and what they are made of."""
+
+    feature_TJG: np.ndarray
+    gate_TVJ: np.ndarray
+    weight_TVK: np.ndarray  # of the contexts
+    slope_TVKJ: np.ndarray  # of the weights by the gates
+
+
+def gates(case, params, hidden_TD, frequent, words=1):
+    """The gates of `words` words, the first `frequent` of which have their own."""
+    read_TD = read(case, hidden_TD)
+    feature_TJG = np.einsum("td,djg->tjg", read_TD, params["gate_DJG"])
+    feature_TJG = np.tanh(feature_TJG + params["gate_bias_JG"])
+    level_TVJ = np.repeat((read_TD @ params["gate_state_DJ"])[:, None], words, axis=1)
+    for word in range(frequent):
+        level_TVJ[:, word] += feature_TJG @ params["gate_word_SG"][word]
+        level_TVJ[:, word] += params["gate_word_bias_SJ"][word]
+    gate_TVJ = sigmoid(level_TVJ)
+    # The factors of each context's weight: a gate, and whether it counts as 1 - gate.
+    paths = {
+        2: [[(0, 0)], [(0, 1)]],
+        4: [[(0, 0), (1, 0)], [(0, 0), (1, 1)], [(0, 1), (2, 0)], [(0, 1), (2, 1)]],
+    }[case.head.components]
+    weight_TVK = np.ones((*gate_TVJ.shape[:2], len(paths)))
+    slope_TVKJ = np.zeros((*weight_TVK.shape, gate_TVJ.shape[2]))
+    for k, path in enumerate(paths):
+        for gate, other in path:
+            factor_TV = gate_TVJ[:, :, gate]
+            weight_TVK[:, :, k] *= 1 - factor_TV if other else factor_TV
+        for gate, other in path:
+            factor_TV = gate_TVJ[:, :, gate]
+            own_TV = factor_TV - 1 if other else factor_TV
+            slope_TVKJ[:, :, k, gate] = weight_TVK[:, :, k] / own_TV
+    return Gates(feature_TJG, gate_TVJ, weight_TVK, slope_TVKJ)
 
 
 def sigmoid(z):
@@ -186,6 +227,12 @@ def _cases():
         ),
         "lowrank": (softbottle.lowrank(CONTEXT), "projected", *plain),
         "softcap": (softbottle.softcap(4.0), "alone", *capped(4.0)),
+        "mixtape": (softbottle.mixtape(frequent=9, gate_dim=3), "gated", *plain),
+        "mixtape_tanh": (
+            softbottle.mixtape(2, "tanh", frequent=29, gate_dim=4),
+            "gated",
+            *plain,
+        ),
     }
 
 
@@ -201,7 +248,7 @@ CASES = {
 }
 NAMES = tuple(CASES)
 # One of each kind of activation and of mixture, where the head's own file is no factor.
-FEW = ("softmax", "moss", "plif_mixed", "moc")
+FEW = ("softmax", "moss", "plif_mixed", "moc", "mixtape")
 
 
 @functools.cache
@@ -254,6 +301,12 @@ def probabilities(name, params, table_VE, bias_V, hidden_TD, mask=None):
     prior_TK, context_TNKE = parts[:2]
     class_V = np.arange(len(table_VE)) % context_TNKE.shape[1]
     z_TKV = np.einsum("tvke,ve->tkv", context_TNKE[:, class_V], table_VE)
+    if case.kind == "gated":
+        sizes = (case.head.frequent, len(table_VE))
+        weight_TVK = gates(case, params, hidden_TD, *sizes).weight_TVK
+        dropped_TKE = parts.all_context_TKE * (1.0 if mask is None else mask)
+        each_TKV = dropped_TKE @ table_VE.T
+        z_TKV = np.einsum("tvk,tkv->tv", weight_TVK, each_TKV)[:, None]
     if bias_V is not None:
         z_TKV = z_TKV + bias_V
     f_TKV = case.positive(params, z_TKV)
@@ -284,6 +337,8 @@ def gradients(name, inputs, cotangent_T, mask=None):
     g_bar_TKV = cotangent_T[:, None, None] * posterior_TK[:, :, None]
     g_bar_TKV = g_bar_TKV * (component_TKV - hit_TV[:, None])
     z_bar_TKV = g_bar_TKV * case.slope(params, z_TKV)
+    if case.kind == "gated":
+        return _gated_gradients(case, inputs, mask, parts, z_bar_TKV[:, 0])
     context_bar_TNKE = np.zeros_like(context_TNKE)
     for word, row_E in enumerate(inputs.table_VE):
         context_bar_TNKE[:, class_V[word]] += z_bar_TKV[:, :, word, None] * row_E
@@ -299,8 +354,48 @@ def gradients(name, inputs, cotangent_T, mask=None):
     return bars, table_bar_VE, z_bar_TKV.sum(axis=(0, 1)), hidden_bar_TD
 
 
+def _gated_gradients(case, inputs, mask, parts, z_bar_TV):
+    params, table_VE, _, hidden_TD = inputs[:4]
+    frequent = case.head.frequent
+    own = gates(case, params, hidden_TD, frequent, len(table_VE))
+    dropped_TKE = parts.all_context_TKE * (1.0 if mask is None else mask)
+    weight_bar_TVK = z_bar_TV[:, :, None] * np.einsum(
+        "tke,ve->tvk", dropped_TKE, table_VE
+    )
+    weighted_TVK = z_bar_TV[:, :, None] * own.weight_TVK
+    context_bar_TKE = np.einsum("tvk,ve->tke", weighted_TVK, table_VE)
+    table_bar_VE = np.einsum("tvk,tke->ve", weighted_TVK, dropped_TKE)
+    gate_bar_TVJ = np.einsum("tvk,tvkj->tvj", weight_bar_TVK, own.slope_TVKJ)
+    level_bar_TVJ = gate_bar_TVJ * own.gate_TVJ * (1 - own.gate_TVJ)
+    state_bar_TJ = level_bar_TVJ.sum(axis=1)
+    own_bar_TSJ = level_bar_TVJ[:, :frequent]
+    inner_bar_TJG = np.einsum("tsj,sg->tjg", own_bar_TSJ, params["gate_word_SG"])
+    inner_bar_TJG = inner_bar_TJG * (1 - own.feature_TJG**2)
+    read_TD = read(case, hidden_TD)
+    read_bar_TD = state_bar_TJ @ params["gate_state_DJ"].T
+    read_bar_TD += np.einsum("tjg,djg->td", inner_bar_TJG, params["gate_DJG"])
+    bars, hidden_bar_TD = _mixture_gradients(
+        case,
+        params,
+        hidden_TD,
+        mask,
+        parts,
+        np.zeros_like(parts.prior_TK),
+        context_bar_TKE[:, None],
+        read_bar_TD,
+    )
+    bars |= {
+        "gate_DJG": np.einsum("td,tjg->djg", read_TD, inner_bar_TJG),
+        "gate_bias_JG": inner_bar_TJG.sum(axis=0),
+        "gate_state_DJ": read_TD.T @ state_bar_TJ,
+        "gate_word_SG": np.einsum("tsj,tjg->sg", own_bar_TSJ, own.feature_TJG),
+        "gate_word_bias_SJ": own_bar_TSJ.sum(axis=0),
+    }
+    return bars, table_bar_VE, z_bar_TV.sum(axis=0), hidden_bar_TD
+
+
 def _mixture_gradients(
-    case, params, hidden_TD, mask, parts, prior_bar_TK, context_bar_TNKE
+    case, params, hidden_TD, mask, parts, prior_bar_TK, context_bar_TNKE, read_bar_TD=0
 ):
     prior_TK, latent_TKE = parts.all_prior_TK, parts.all_context_TKE
     mask_TKE = np.broadcast_to(1.0 if mask is None else mask, latent_TKE.shape)
@@ -321,7 +416,7 @@ def _mixture_gradients(
         score_bar_TK, context_bar_TKE = all_score_TK, all_bar_TKE
     context_bar_TKE = context_bar_TKE * mask_TKE
     read_TD = read(case, hidden_TD)
-    bars, read_bar_TD = {}, np.zeros_like(hidden_TD)
+    bars, read_bar_TD = {}, read_bar_TD + np.zeros_like(hidden_TD)
     if "prior_DK" in params:
         bars["prior_DK"] = read_TD.T @ score_bar_TK
         read_bar_TD = read_bar_TD + score_bar_TK @ params["prior_DK"].T

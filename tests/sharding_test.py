@@ -39,6 +39,8 @@ def make_config(
         config.head.knots = 50
     if head == "partition":
         config.head.classes = 2
+    if head == "mixtape":
+        config.head.components, config.head.frequent = 4, 9
     sizes, rates = config.model, config.regularise
     sizes.backbone, sizes.vocab_multiple, sizes.attention_heads = backbone, 8, 2
     sizes.embed_dim, sizes.hidden_dim, sizes.last_dim = 12, 16, 12 if single else 14
@@ -97,8 +99,8 @@ CURVES = [
     *(("softmax", "transformer", (4, 2)), ("softmax", "transformer", (1, 8))),
 ]
 # One of each kind: averaged contexts, a fixed and a learned activation, no mixture,
-# words in classes.
-OTHER_HEADS = ["moc", "moss", "plif", "lowrank", "partition"]
+# words in classes, words with gates of their own.
+OTHER_HEADS = ["moc", "moss", "plif", "lowrank", "partition", "mixtape"]
 
 
 @pytest.mark.slow

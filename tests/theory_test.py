@@ -26,6 +26,8 @@ HEADS = {
     "partition tanh": softbottle.partition(3, context="tanh"),
     "partition linear": softbottle.partition(3, context="linear"),
     "partition mixed": softbottle.partition(3, 2),
+    "mixtape": softbottle.mixtape(frequent=12),
+    "mixtape tanh": softbottle.mixtape(frequent=12, context="tanh"),
 }
 
 
@@ -81,6 +83,13 @@ def test_linear_contexts_of_classes_span_the_state_and_its_direction(bias):
     # All classes share these dimensions; their own biases are a bias of the words.
     log_p_TV = log_probs("partition linear", "float64", bias)
     assert numerical_rank(log_p_TV, "float64") == 2 * WIDTH + 2
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("name", ["mixtape", "mixtape tanh"])
+def test_mixtape_has_as_many_dimensions_more_as_words_with_gates(name, bias):
+    log_p_TV = log_probs(name, "float64", bias)
+    assert numerical_rank(log_p_TV, "float64") == 12 + WIDTH + 1 + bias
 
 
 BEYOND = ["mos", "mos tanh", "mos active", "partition mixed"]

@@ -1,7 +1,8 @@
 """Whole heads, from the state to the loss and back, beside a softmax of the same width.
 
 A task has a "case" (sizes, of which `components` is not read), a "head" as
-`config.head` sets it, and the rest as head.py has it. The states are as wide as the
+`config.head` sets it, but `frequent` as a share of the words, and the rest as head.py
+has it. The states are as wide as the
 table, so that a softmax reads them as they are.
 """
 
@@ -18,9 +19,10 @@ from softbottle.bench import measure, oracle, problem
 from softbottle.ops.mixture.options import Options
 
 Row = dict[str, Any]
-# By the name of their rows; `config.head` of each.
+# By the name of their rows; `config.head` of each, `frequent` as a share.
 LAYERS: dict[str, Row] = {
     "partition, 4 classes": {"name": "partition", "classes": 4},
+    "mixtape, 10% frequent": {"name": "mixtape", "components": 4, "frequent": 0.1},
     "mos, 2 of 7 active": {"name": "mos", "components": 7, "active": 2},
     "partition, 8 classes": {"name": "partition", "classes": 8},
     "moc, 7 contexts": {"name": "moc", "components": 7},
@@ -39,7 +41,7 @@ def run_task(task: Row) -> Row:
     case = problem.Case(*task["case"])
     section = config_lib.Head()
     for name, value in task["head"].items():
-        setattr(section, name, value)
+        setattr(section, name, int(value * case.vocab) if name == "frequent" else value)
     chosen = heads.from_config(section)
     inputs, labels_T = _inputs(case, chosen)
     function = gradient_of(chosen, operation.options_of(task))

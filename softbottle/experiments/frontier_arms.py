@@ -32,11 +32,13 @@ class Arm(NamedTuple):
             trunk       the flop of a step of REFERENCE, by a wider `model.hidden_dim`
             passes      the flop of all steps of REFERENCE, by more passes
         first: whether it belongs to the first question, contexts or mixture.
+        frequent: the share of the words that are the head's `frequent` ones.
     """
 
     head: dict[str, Any]
     match: str | None = None
     first: bool = False
+    frequent: float | None = None
 
 
 SOFTMAX, REFERENCE = "softmax", "mos-7-tanh"
@@ -70,6 +72,7 @@ ARMS = {
     "partition-4": Arm({"name": "partition", "classes": 4}),
     "partition-8": Arm({"name": "partition", "classes": 8}),
     "partition-4-mos-2": Arm({"name": "partition", "classes": 4, "components": 2}),
+    "mixtape-4": Arm({"name": "mixtape", "components": 4}, frequent=0.1),
     "mos-7-active-2": Arm({"name": "mos", "components": 7, "active": 2}),
     "mos-15-active-2": Arm({"name": "mos", "components": 15, "active": 2}),
 }
@@ -185,7 +188,11 @@ class Variants:
 
     def _matched(self, arm):
         """The arm's settings but for the optimizer's, and its passes."""
-        config = self._with_head(arm.head)
+        settings = arm.head
+        if arm.frequent is not None:
+            frequent = max(1, int(arm.frequent * self._vocab))
+            settings = settings | {"frequent": frequent}
+        config = self._with_head(settings)
         if arm.match is None:
             return config, 1
         softmax = config

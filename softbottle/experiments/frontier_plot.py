@@ -25,6 +25,7 @@ _COLORS = {
     "moc": "tab:green",
     "mos": "tab:blue",
     "partition": "tab:orange",
+    "mixtape": "tab:purple",
 }
 
 

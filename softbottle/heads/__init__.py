@@ -8,6 +8,7 @@ from softbottle.heads.cache import cached as cached
 from softbottle.heads.cache import given as given
 from softbottle.heads.cache import history as history
 from softbottle.heads.lowrank import lowrank as lowrank
+from softbottle.heads.mixtape import mixtape as mixtape
 from softbottle.heads.moc import moc as moc
 from softbottle.heads.mos import mos as mos
 from softbottle.heads.partition import partition as partition

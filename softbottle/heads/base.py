@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from softbottle import ops
+from softbottle.ops.mixture import likelihood
 from softbottle.ops.mixture.activations import SOFTMAX, Activation
 from softbottle.ops.mixture.arrays import (
     Mixture,
@@ -46,10 +47,12 @@ class Head(abc.ABC):
         name: in `softbottle` and in `config.head.name`.
         is_linear: whether words are ranked by one linear map of the context, which is
             itself a linear map of the state.
+        mixes_all: whether `mix` has the contexts of all words.
     """
 
     name: ClassVar[str]
     is_linear: ClassVar[bool] = False
+    mixes_all: ClassVar[bool] = True
 
     @property
     def draws(self) -> bool:
@@ -175,14 +178,7 @@ class Head(abc.ABC):
             ValueError: if shapes do not go together, an array is float16, the labels
                 are not integers, or an option is refused.
         """
-        if weights_T.shape != hidden_TD.shape[:1]:
-            raise ValueError(
-                f"weights_T must have a weight for each of the {hidden_TD.shape[0]} "
-                f"tokens of hidden_TD {hidden_TD.shape}, got {weights_T.shape}."
-            )
-        # A padding token's state may be anything; masked here, it cannot reach the
-        # head's own parameters either.
-        hidden_TD = without_padding(weights_T, hidden_TD)
+        hidden_TD = clear_padding(weights_T, hidden_TD)
         mixture, g = self._parts(params, hidden_TD, latent_mask, key)
         targets = Targets(labels_T, weights_T)
         return ops.loss(mixture, Vocabulary.of(table_VE, bias_V), targets, g, options)
@@ -215,9 +211,50 @@ class Head(abc.ABC):
         Raises:
             ValueError: as `loss`.
         """
+        parts = self.scores(
+            params,
+            table_VE,
+            bias_V,
+            hidden_TD,
+            labels_T,
+            latent_mask=latent_mask,
+            options=options,
+        )
+        return likelihood.nll(*parts)
+
+    def scores(
+        self,
+        params: Params,
+        table_VE: jax.Array,
+        bias_V: jax.Array | None,
+        hidden_TD: jax.Array,
+        labels_T: jax.Array,
+        *,
+        latent_mask: jax.Array | None = None,
+        options: Options = DEFAULTS,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """What the likelihood is made of; takes any cotangent.
+
+        Args:
+            params: of `init`.
+            table_VE: a row for each word.
+            bias_V: a logit for each word; None is zero.
+            hidden_TD: the states, rows and positions flattened to tokens.
+            labels_T: the words that follow; one that is no word gives NaN.
+            latent_mask: factors of the contexts, broadcast to [T, K, E]; None for none.
+            options: how it is computed.
+
+        Returns:
+            log_prior_TK; score_TK, g(z) of the label; lse_TK, the log-normalizers. The
+            label's log P is the log-sum-exp over k of log_prior + score - lse.
+
+        Raises:
+            ValueError: as `loss`.
+        """
         mixture, g = self._parts(params, hidden_TD, latent_mask)
+        log_prior_TK, context_TKE = mixture
         vocabulary = Vocabulary.of(table_VE, bias_V)
-        return ops.nll(mixture, vocabulary, labels_T, g, options)
+        return log_prior_TK, *ops.scores(context_TKE, vocabulary, labels_T, g, options)
 
     def log_probs(
         self,
@@ -227,6 +264,7 @@ class Head(abc.ABC):
         hidden_TD: jax.Array,
         *,
         latent_mask: jax.Array | None = None,
+        log_prior_TK: jax.Array | None = None,
         options: Options = DEFAULTS,
     ) -> jax.Array:
         """Log P(v) of every word.
@@ -237,6 +275,8 @@ class Head(abc.ABC):
             bias_V: a logit for each word; None is zero.
             hidden_TD: the states, rows and positions flattened to tokens.
             latent_mask: factors of the contexts, broadcast to [T, K, E]; None for none.
+            log_prior_TK: in place of the head's own, of which `scores` tells the
+                shape; what they sum to is what P sums to.
             options: how it is computed.
 
         Returns:
@@ -246,6 +286,8 @@ class Head(abc.ABC):
             ValueError: as `loss`.
         """
         mixture, g = self._parts(params, hidden_TD, latent_mask)
+        if log_prior_TK is not None:
+            mixture = mixture._replace(log_prior_TK=log_prior_TK)
         return ops.log_probs(mixture, Vocabulary.of(table_VE, bias_V), g, options)
 
     def top_k(
@@ -289,6 +331,7 @@ class Head(abc.ABC):
         key: jax.Array,
         *,
         latent_mask: jax.Array | None = None,
+        log_prior_TK: jax.Array | None = None,
         options: Options = DEFAULTS,
     ) -> jax.Array:
         """One word per token, drawn exactly from P.
@@ -300,6 +343,7 @@ class Head(abc.ABC):
             hidden_TD: the states, rows and positions flattened to tokens.
             key: of jax.random; the same key draws the same words.
             latent_mask: factors of the contexts, broadcast to [T, K, E]; None for none.
+            log_prior_TK: in place of the head's own; need not be normalized.
             options: how it is computed.
 
         Returns:
@@ -309,18 +353,42 @@ class Head(abc.ABC):
             ValueError: as `loss`; with `vocab_axis`, because the whole table is read.
         """
         mixture, g = self._parts(params, hidden_TD, latent_mask)
+        if log_prior_TK is not None:
+            mixture = mixture._replace(log_prior_TK=log_prior_TK)
         return ops.sample(mixture, Vocabulary.of(table_VE, bias_V), key, g, options)
 
     def _parts(self, params, hidden_TD, latent_mask, key=None):
-        if hidden_TD.ndim != 2:
-            raise ValueError(
-                f"hidden_TD must be [tokens, width], got the shape {hidden_TD.shape}; "
-                "flatten rows and positions first."
-            )
-        check_range(params=params, hidden_TD=hidden_TD)
+        check_states(params, hidden_TD)
         drawn = {"key": key} if self.draws and key is not None else {}
         mixture = self.mix(params, hidden_TD, latent_mask, **drawn)
         return mixture, self.activation(params)
+
+
+def clear_padding(weights_T: jax.Array, hidden_TD: jax.Array) -> jax.Array:
+    """The states, zeros where the weight is 0.
+
+    A padding token's state may be anything; cleared before it is read it cannot reach
+    the head's own parameters either.
+
+    Raises:
+        ValueError: unless each token has a weight.
+    """
+    if weights_T.shape != hidden_TD.shape[:1]:
+        raise ValueError(
+            f"weights_T must have a weight for each of the {hidden_TD.shape[0]} "
+            f"tokens of hidden_TD {hidden_TD.shape}, got {weights_T.shape}."
+        )
+    return without_padding(weights_T, hidden_TD)
+
+
+def check_states(params: Params, hidden_TD: jax.Array) -> None:
+    """Raise ValueError unless the states are [T, D] and nothing is float16."""
+    if hidden_TD.ndim != 2:
+        raise ValueError(
+            f"hidden_TD must be [tokens, width], got the shape {hidden_TD.shape}; "
+            "flatten rows and positions first."
+        )
+    check_range(params=params, hidden_TD=hidden_TD)
 
 
 def single(hidden_TD: jax.Array, latent_mask: jax.Array | None) -> Mixture:

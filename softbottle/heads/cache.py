@@ -16,12 +16,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from softbottle import ops
 from softbottle.heads.base import Head, Params
 from softbottle.ops.cache import api as cache
 from softbottle.ops.cache import ranking
 from softbottle.ops.mixture import shards
-from softbottle.ops.mixture.arrays import Mixture, Vocabulary, without_padding
+from softbottle.ops.mixture.arrays import without_padding
 from softbottle.ops.mixture.likelihood import word_ids
 from softbottle.ops.mixture.options import DEFAULTS, Options, check_range
 
@@ -118,15 +117,14 @@ class Cached:
         Arguments and errors are those of `loss`, without weights.
         """
         _check_range(params, hidden_BSD, memory)
-        log_prior_TK, context_TKE = self.head.mix(
-            params, _flat(hidden_BSD), latent_mask
-        )
-        score_TK, lse_TK = ops.scores(
-            context_TKE,
-            Vocabulary.of(table_VE, bias_V),
+        log_prior_TK, score_TK, lse_TK = self.head.scores(
+            params,
+            table_VE,
+            bias_V,
+            _flat(hidden_BSD),
             _flat(labels_BS),
-            self.head.activation(params),
-            options,
+            latent_mask=latent_mask,
+            options=options,
         )
         target_BS, cache_BS = cache.masses(
             hidden_BSD,
@@ -165,11 +163,17 @@ class Cached:
                 "log_probs beside a cache reads the whole table; it was called with "
                 f"vocab_axis={options.vocab_axis!r}."
             )
-        vocabulary = Vocabulary.of(table_VE, bias_V)
-        mixture, g, gate_T, _ = self._opened(
-            params, vocabulary, hidden_BSD, memory, latent_mask, options
+        output = (params, table_VE, bias_V)
+        log_prior_TK, gate_T, _ = self._opened(
+            output, hidden_BSD, memory, latent_mask, options
         )
-        log_p_TV = ops.log_probs(mixture, vocabulary, g, options)
+        log_p_TV = self.head.log_probs(
+            *output,
+            _flat(hidden_BSD),
+            latent_mask=latent_mask,
+            log_prior_TK=log_prior_TK,
+            options=options,
+        )
         alone_BSV = cache_log_probs(hidden_BSD, memory, len(table_VE))
         gated_TV = gate_T[:, None] + _flat(alone_BSV)
         return jnp.logaddexp(log_p_TV, gated_TV).reshape(alone_BSV.shape)
@@ -194,33 +198,42 @@ class Cached:
         Raises:
             ValueError: as `loss`; with `vocab_axis`, because the whole table is read.
         """
-        vocabulary = Vocabulary.of(table_VE, bias_V)
-        mixture, g, gate_T, score_BSM = self._opened(
-            params, vocabulary, hidden_BSD, memory, latent_mask, options
+        output = (params, table_VE, bias_V)
+        log_prior_TK, gate_T, score_BSM = self._opened(
+            output, hidden_BSD, memory, latent_mask, options
         )
         gate_key, entry_key, word_key = jax.random.split(key, 3)
         # The default's noise is too coarse for gates and entries below 1e-7.
         opens_T = jax.random.bernoulli(gate_key, jnp.exp(gate_T), mode="high")
         entry_BS = jax.random.categorical(entry_key, score_BSM, mode="high")
         cached_BS = jnp.take_along_axis(_words(memory), entry_BS, axis=1)
-        word_T = ops.sample(mixture, vocabulary, word_key, g, options)
+        word_T = self.head.sample(
+            *output,
+            _flat(hidden_BSD),
+            word_key,
+            latent_mask=latent_mask,
+            log_prior_TK=log_prior_TK,
+            options=options,
+        )
         chosen_T = jnp.where(opens_T, _flat(cached_BS).astype(word_T.dtype), word_T)
         return jnp.where(jnp.isnan(gate_T), -1, chosen_T).reshape(entry_BS.shape)
 
-    def _opened(self, params, vocabulary, hidden_BSD, memory, latent_mask, options):
-        """The mixture with the joint's own weights, g, the gate, and the scores."""
-        _check_range(params, hidden_BSD, memory)
-        log_prior_TK, context_TKE = self.head.mix(
-            params, _flat(hidden_BSD), latent_mask
+    def _opened(self, output, hidden_BSD, memory, latent_mask, options):
+        """The joint's own weights of the components, the gate, and the scores."""
+        _check_range(output[0], hidden_BSD, memory)
+        hidden_TD = _flat(hidden_BSD)
+        log_prior_TK, _, lse_TK = self.head.scores(
+            *output,
+            hidden_TD,
+            jnp.zeros(len(hidden_TD), jnp.int32),
+            latent_mask=latent_mask,
+            options=options,
         )
-        g = self.head.activation(params)
-        anything_T = jnp.zeros(len(context_TKE), jnp.int32)
-        _, lse_TK = ops.scores(context_TKE, vocabulary, anything_T, g, options)
         score_BSM = similarities(hidden_BSD, memory)
         cache_BS = jax.nn.logsumexp(score_BSM, axis=-1)
-        cache_BS = _where_words(cache_BS, memory, vocabulary.table_VE, options)
+        cache_BS = _where_words(cache_BS, memory, output[1], options)
         log_prior_TK, gate_T = cache.gates(log_prior_TK, lse_TK, _flat(cache_BS))
-        return Mixture(log_prior_TK, context_TKE), g, gate_T, score_BSM
+        return log_prior_TK, gate_T, score_BSM
 
 
 def history(

@@ -9,6 +9,7 @@ import dataclasses
 from softbottle import config as config_lib
 from softbottle.heads.base import Head
 from softbottle.heads.lowrank import LowRank
+from softbottle.heads.mixtape import Mixtape
 from softbottle.heads.moc import MixtureOfContexts
 from softbottle.heads.mos import MixtureOfSoftmaxes
 from softbottle.heads.partition import Partition
@@ -34,6 +35,7 @@ HEADS: dict[str, type[Head]] = {
         LowRank,
         Softcap,
         Partition,
+        Mixtape,
     )
 }
 

@@ -383,6 +383,12 @@ def test_an_arm_that_cannot_be_made_is_named_before_any_is_trained(
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.parametrize("vocab, frequent", [(100_000, 10_000), (61, 6), (5, 1)])
+def test_frequent_words_are_a_share_of_the_vocabulary(vocab, frequent):
+    variant = Variants(make_config(), vocab, 10, TEXT).make("mixtape-4", 0.002, 0)
+    assert variant.head == f"mixtape(components=4, frequent={frequent})"
+
+
 def test_the_optimizer_must_have_a_decay(tmp_path):
     config = make_config(optim__name="sgd")
     with pytest.raises(ValueError, match="optim.name='sgd' does not do"):

@@ -51,10 +51,8 @@ def brute(name, params, table_VE, bias_V, hidden_BSD):
     case = oracle.CASES[name]
     p_BSV = np.zeros((ROWS, POSITIONS, VOCAB))
     for row in range(ROWS):
-        parts = oracle.mixture(name, params, hidden_BSD[row])
-        class_V = np.arange(VOCAB) % parts.context_TNKE.shape[1]
-        context_SVKE = parts.context_TNKE[:, class_V]
-        z_SKV = np.einsum("svke,ve->skv", context_SVKE, table_VE) + bias_V
+        inputs = (params, table_VE, bias_V, hidden_BSD[row])
+        parts, _, z_SKV, _ = oracle.probabilities(name, *inputs)[1]
         prior_SK, f_SKV = parts.prior_TK, case.positive(params, z_SKV)
         for now in range(POSITIONS):
             mass_V = np.zeros(VOCAB)
@@ -190,7 +188,7 @@ def test_what_has_no_weight_or_no_segment_may_hold_anything(name="mos"):
 
 
 # Not PLIF: beside a cache the level of g counts, and the oracle's is another.
-@pytest.mark.parametrize("name", [*NAMES, "moss", "moc", "partition"])
+@pytest.mark.parametrize("name", [*NAMES, "moss", "moc", "partition", "mixtape"])
 def test_log_probs_are_those_of_loops_and_sum_to_one(name):
     arguments, _ = make_problem(name)
     padded = oracle.cast(with_padding_rows(arguments), jnp.float32)
@@ -262,9 +260,10 @@ def test_a_given_memory_is_seen_by_every_position(float64):
 
 
 @pytest.mark.slow
-def test_samples_follow_the_probabilities():
+@pytest.mark.parametrize("name", ["mos", "mixtape"])
+def test_samples_follow_the_probabilities(name):
     draws = 4000
-    arguments, _ = make_problem("mos")
+    arguments, _ = make_problem(name)
     params, table_VE, bias_V, hidden_BSD = oracle.cast(arguments, jnp.float32)
     row, now = 1, 8
     memory = cache.history(hidden_BSD, LABELS_BS, SEGMENTS_BS)
@@ -274,9 +273,9 @@ def test_samples_follow_the_probabilities():
         jnp.repeat(memory.visible_BSM[row, now][None, None], draws, axis=1),
     )
     hidden_1SD = jnp.repeat(hidden_BSD[row, now][None, None], draws, axis=1)
-    sample = jax.jit(cache.cached(oracle.CASES["mos"].head).sample)
+    sample = jax.jit(cache.cached(oracle.CASES[name].head).sample)
     words = sample(params, table_VE, bias_V, hidden_1SD, one, jax.random.key(2))[0]
-    expected_V = draws * brute("mos", *arguments)[row, now]
+    expected_V = draws * brute(name, *arguments)[row, now]
     observed_V = np.bincount(words, minlength=VOCAB)
     chi_square = np.sum((observed_V - expected_V) ** 2 / expected_V)
     # Five standard deviations above the mean of the chi-square law.

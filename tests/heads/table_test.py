@@ -52,6 +52,10 @@ def test_what_a_config_sets_is_what_heads_have():
             {"name": "partition", "classes": 4, "components": 2},
             softbottle.partition(4, 2),
         ),
+        (
+            {"name": "mixtape", "frequent": 9, "gate_dim": 3},
+            softbottle.mixtape(frequent=9, gate_dim=3),
+        ),
     ],
 )
 def test_a_config_gives_the_head_with_its_settings(settings, head):
@@ -76,6 +80,11 @@ def test_a_config_gives_the_head_with_its_settings(settings, head):
         ({"name": "moc", "context": "cosh"}, "head.context must be one of ('residual'"),
         ({"components": 3, "active": 4}, "head.active must be at most components=3"),
         ({"components": 3, "draw": True}, "head.draw is for a mixture some of which"),
+        ({"name": "mixtape"}, "head.frequent must be set: mixtape has no default"),
+        (
+            {"name": "mixtape", "frequent": 9, "components": 6},
+            "head.components must be 2, 4, 8 or another power of two, got 6",
+        ),
         ({"name": "partition"}, "head.classes must be set: partition has no default"),
     ],
 )
@@ -112,6 +121,7 @@ def test_heads_answer_what_models_and_planners_ask():
             softbottle.gss(0.0, 2.0, 3),
             softbottle.mos(3, active=2),
             softbottle.partition(4, 2),
+            softbottle.mixtape(4, frequent=9),
         )
     }
     assert list(answers.values()) == [
@@ -123,4 +133,5 @@ def test_heads_answer_what_models_and_planners_ask():
         (3, 3, True, False),
         (3, 2, True, False),
         (8, 2, True, False),
+        (4, 1, True, False),
     ]

@@ -47,6 +47,9 @@ SPLIT = [
     ("softmax", "nll", (2, 4)),
     ("moc", "loss", (4, 2)),
     ("partition", "loss", (4, 2)),
+    ("mixtape", "loss", (8, 1)),
+    ("mixtape", "loss", (2, 4)),
+    ("mixtape_tanh", "nll", (8, 1)),
 ]
 
 
@@ -79,6 +82,8 @@ def test_a_split_over_data_and_vocabulary_equals_the_oracle(name, what, layout):
         ("moss", "loss", (2, 4)),
         ("plif_mixed", "loss", (4, 2)),
         ("moss", "nll", (2, 4)),
+        ("mixtape", "loss", (4, 2)),
+        ("mixtape", "nll", (8, 1)),
     ],
 )
 def test_a_split_that_jax_does_not_check_equals_the_oracle(name, what, layout):
@@ -107,7 +112,7 @@ def test_a_split_that_jax_does_not_check_equals_the_oracle(name, what, layout):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["moss", "plif_mixed"])
+@pytest.mark.parametrize("name", ["moss", "plif_mixed", "mixtape"])
 def test_an_unchecked_gradient_inside_a_split_is_that_of_the_dense_form(name):
     """jax sums cotangents there that it takes for different: so does the loss."""
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)

@@ -20,10 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from scipy import special
 
-from softbottle import ops
 from softbottle.analysis.capture import Capture, bias_or_zeros, joined, present
 from softbottle.analysis.settings import Precision
-from softbottle.ops import Vocabulary
 
 _BLOCK = 256  # positions, or words, whose logits are held at a time
 
@@ -47,11 +45,10 @@ def mixtures(capture: Capture, precision: Precision = "float32") -> Iterator[Blo
 
     @jax.jit
     def predict(output, hidden_CD, labels_C):
-        params, table_VE, bias_V = output
         log_p_CV = head.log_probs(*output, hidden_CD, options=options)
-        log_prior_CK, context_CKE = head.mix(params, hidden_CD)
-        logits = context_CKE, Vocabulary.of(table_VE, bias_V), labels_C
-        score_CK, lse_CK = ops.scores(*logits, head.activation(params), options)
+        log_prior_CK, score_CK, lse_CK = head.scores(
+            *output, hidden_CD, labels_C, options=options
+        )
         log_label_CK = score_CK - lse_CK
         return Block(log_p_CV[:, : options.vocab], log_prior_CK, log_label_CK)
 

@@ -140,8 +140,11 @@ def capture(
 def mixed(run: Run, ids: np.ndarray, positions: int = SAMPLE) -> Mixed | None:
     """The head's contexts and mixture weights along the start of a text.
 
-    None if they are by class of words: a gradient then passes class by class.
+    None if they are by class of words, or words have others of their own: a gradient
+    then passes by more than these.
     """
+    if not run.model.head.mixes_all:
+        return None
     hidden_TD, labels_T = joined(_tokens(run, ids[: positions + 1]))
     params = run.model.output(run.params)[0]
     log_prior_TK, context_TKE = run.model.head.mix(params, jnp.asarray(hidden_TD))

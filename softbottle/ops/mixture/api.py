@@ -22,6 +22,7 @@ import jax
 from softbottle.ops.mixture import classes, decode, likelihood, shards
 from softbottle.ops.mixture.activations import SOFTMAX, Activation
 from softbottle.ops.mixture.arrays import (
+    Elsewhere,
     Mixture,
     Targets,
     Vocabulary,
@@ -37,11 +38,13 @@ def scores(
     labels_T: jax.Array,
     activation: Activation = SOFTMAX,
     options: Options = DEFAULTS,
+    elsewhere: Elsewhere | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The differentiable primitive: (score [T, K], lse [T, K]).
 
-    score is g(z) of the label and lse the log-normalizer over the vocabulary; both take
-    arbitrary cotangents, so losses of other shapes follow by differentiation.
+    score is g(z) of the label and lse the log-normalizer over the vocabulary, and what
+    is elsewhere; both take arbitrary cotangents, so losses of other shapes follow by
+    differentiation.
     """
     options = options.resolve()
     _check(context_TKE, vocabulary, options)
@@ -51,7 +54,7 @@ def scores(
     score_TK = likelihood.target_score(
         context_TKE, vocabulary, labels_T, activation, options
     )
-    return score_TK, lse_TK
+    return likelihood.beside(score_TK, lse_TK, elsewhere)
 
 
 def nll(
@@ -74,11 +77,13 @@ def loss(
     targets: Targets,
     activation: Activation = SOFTMAX,
     options: Options = DEFAULTS,
+    elsewhere: Elsewhere | None = None,
 ) -> jax.Array:
     """sum_t weight[t] nll[t], a scalar whose gradient is computed in forward.
 
     A token of weight 0 may hold anything, even NaN, and therefore adds nothing to any
     gradient. That by its own weight is 0 as well; by another weight it is nll[t].
+    `elsewhere` is what words outside the vocabulary given here add.
     """
     options = options.resolve()
     context_TKE = mixture.context_TKE
@@ -88,9 +93,11 @@ def loss(
         likelihood.word_ids(labels_T=targets.labels_T),
         targets.weights_T.astype(sum_dtype(context_TKE, vocabulary.table_VE)),
     )
-    mixture, targets = without_padding(targets.weights_T, (mixture, targets))
+    mixture, targets, elsewhere = without_padding(
+        targets.weights_T, (mixture, targets, elsewhere)
+    )
     chosen = _implementation(options, context_TKE)
-    return chosen.loss(mixture, vocabulary, targets, activation, options)
+    return chosen.loss(mixture, vocabulary, targets, activation, options, elsewhere)
 
 
 def choice(
@@ -110,11 +117,17 @@ def log_probs(
     vocabulary: Vocabulary,
     activation: Activation = SOFTMAX,
     options: Options = DEFAULTS,
+    lse_TK: jax.Array | None = None,
 ) -> jax.Array:
-    """log P(v) of every word, [T, V]; of the local words under `vocab_axis`."""
+    """log P(v) of every word, [T, V]; of the local words under `vocab_axis`.
+
+    The log-normalizers are those over the vocabulary, unless they are given: words
+    outside it may share them.
+    """
     options = _decoding(options)
     _check_mixture(mixture, vocabulary, options)
-    lse_TK = _lse(mixture.context_TKE, vocabulary, activation, options)
+    if lse_TK is None:
+        lse_TK = _lse(mixture.context_TKE, vocabulary, activation, options)
     return decode.log_probs(mixture, vocabulary, lse_TK, activation, options)
 
 
@@ -124,14 +137,19 @@ def top_k(
     k: int,
     activation: Activation = SOFTMAX,
     options: Options = DEFAULTS,
+    lse_TK: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """The k most probable words of each token: (log-probabilities, ids), [T, k]."""
+    """The k most probable words of each token: (log-probabilities, ids), [T, k].
+
+    The log-normalizers may be given, as those of `log_probs`.
+    """
     options = _unsplit(_decoding(options), "top_k")
     _check_mixture(mixture, vocabulary, options)
     words = options.vocab or len(vocabulary.table_VE)
     if not 1 <= k <= words:
         raise ValueError(f"k must be between 1 and the vocabulary's {words}, got {k}.")
-    lse_TK = _lse(mixture.context_TKE, vocabulary, activation, options)
+    if lse_TK is None:
+        lse_TK = _lse(mixture.context_TKE, vocabulary, activation, options)
     return decode.top_k(mixture, vocabulary, lse_TK, activation, options, k)
 
 

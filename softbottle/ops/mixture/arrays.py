@@ -40,6 +40,21 @@ class Targets(NamedTuple):
     weights_T: jax.Array
 
 
+class Elsewhere(NamedTuple):
+    """What words outside the table add to each token: they share its normalizers.
+
+    Attributes:
+        score_TK: the label's score, read where the label is one of them.
+        lse_TK: the log-sum-exp of their scores.
+        owned_T: whether the label is one of them; the table's own label, which then
+            may be any word of it, is not read.
+    """
+
+    score_TK: jax.Array
+    lse_TK: jax.Array
+    owned_T: jax.Array
+
+
 def without_padding(weights: jax.Array, tree: Tree) -> Tree:
     """The tree with zeros where the weight is 0, and no gradient there.
 
@@ -52,7 +67,9 @@ def without_padding(weights: jax.Array, tree: Tree) -> Tree:
     """
 
     def clear(array):
+        array = jnp.asarray(array)
         trailing = (1,) * (array.ndim - weights.ndim)
-        return jnp.where((weights != 0).reshape(*weights.shape, *trailing), array, 0)
+        kept = (weights != 0).reshape(*weights.shape, *trailing)
+        return jnp.where(kept, array, jnp.zeros((), array.dtype))
 
     return jax.tree.map(clear, tree)

@@ -44,13 +44,13 @@ def _lse(context_TKE, vocabulary, activation, options):
     return _fused_lse(activation.apply, options, *inputs)
 
 
-def _loss(mixture, vocabulary, targets, activation, options):
+def _loss(mixture, vocabulary, targets, activation, options, elsewhere=None):
     if exponential.takes(activation):
-        inputs = (mixture, vocabulary, targets, activation, options)
+        inputs = (mixture, vocabulary, targets, activation, options, elsewhere)
         return exponential.loss(route(options), *inputs)
-    if classes.count(mixture.context_TKE) > 1:
+    if classes.count(mixture.context_TKE) > 1 or elsewhere is not None:
         return likelihood.loss_from(
-            _lse, mixture, vocabulary, targets, activation, options
+            _lse, mixture, vocabulary, targets, activation, options, elsewhere
         )
     theta = jax.tree.map(jnp.asarray, activation.theta)
     inputs = likelihood.vary(theta, mixture, vocabulary, targets)

@@ -20,6 +20,8 @@ the token and the word, so no choice of blocks changes what is drawn.
 Axes: U words of a unit, J candidates.
 """
 
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -119,18 +121,15 @@ def sample(
     context_T1E = jnp.take_along_axis(context_TKE, at, axis=-2)
     # A score's noise is made of two random numbers.
     chunks, size = _blocks(context_T1E, vocabulary, options, UNIT, arrays=3)
-    # Other generators draw for a batch of keys what depends on the whole batch.
-    word_key = jax.random.wrap_key_data(
-        jax.random.bits(word_key, (2,), jnp.uint32), impl="threefry2x32"
-    )
+    keys = token_keys(word_key)
 
     def one_chunk(_, tokens):
         context_C1E, token_C = tokens
-        key_C = jax.vmap(jax.random.fold_in, (None, 0))(word_key, token_C)
+        key_C = keys(token_C)
 
         def race(best, words):
             g_CW = _scores(context_C1E, words, activation, options)[:, 0]
-            value_C, id_C = _winner(g_CW, key_C, words.start)
+            value_C, id_C = winner(g_CW, key_C, words.start)
             if best is None:
                 return value_C, id_C
             ahead_C = value_C > best[0]
@@ -140,6 +139,15 @@ def sample(
 
     tokens = (context_T1E, jnp.arange(context_T1E.shape[0]))
     return likelihood.over_chunks(one_chunk, (), tokens, chunks)[1]
+
+
+def token_keys(key: jax.Array) -> Callable[[jax.Array], jax.Array]:
+    """A function from the tokens' numbers to their keys."""
+    # Other generators draw for a batch of keys what depends on the whole batch.
+    key = jax.random.wrap_key_data(
+        jax.random.bits(key, (2,), jnp.uint32), impl="threefry2x32"
+    )
+    return functools.partial(jax.vmap(jax.random.fold_in, (None, 0)), key)
 
 
 def _best(log_p_CW, k):
@@ -170,8 +178,16 @@ def _units(array_CW):
     return filled_CW.reshape(tokens, units, UNIT)
 
 
-def _winner(g_CW, key_C, start):
-    """The largest g + noise of each token's words, and that word's id, [C]."""
+def winner(
+    g_CW: jax.Array, key_C: jax.Array, start: int | jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The largest g + noise of each token's words, and that word's id, [C].
+
+    Args:
+        g_CW: scores of a block of words.
+        key_C: of the tokens; see `token_keys`.
+        start: number of the block's first word, a multiple of UNIT.
+    """
     g_CNU = _units(g_CW)
 
     def draw(key, unit):

@@ -28,6 +28,12 @@ like, its padding never enters a sum, and the same inputs give the same bits.
 Words in classes (classes.py) have three products for each class, on its own words and
 contexts, under one reference and one normalizer.
 
+Words elsewhere (arrays.py) only add to the normalizers that `scale` has; where one of
+them is the label, delta is 0. Their own gradients are
+
+    d lse_elsewhere[r] = weight[token] posterior[r] exp(lse_elsewhere[r] - lse[r])
+    d score[r]         = -weight[token] posterior[r]        where the label is theirs.
+
 Axes: P words; Q, F and M the width, padded for the first, second and third product.
 """
 
@@ -41,7 +47,7 @@ import jax.numpy as jnp
 
 from softbottle.ops.mixture import classes, likelihood, shards
 from softbottle.ops.mixture.activations import DEAD, Activation
-from softbottle.ops.mixture.arrays import Mixture, Targets, Vocabulary
+from softbottle.ops.mixture.arrays import Elsewhere, Mixture, Targets, Vocabulary
 from softbottle.ops.mixture.options import (
     Options,
     chunk_count,
@@ -85,10 +91,13 @@ def loss(
     targets: Targets,
     activation: Activation,
     options: Options,
+    elsewhere: Elsewhere | None = None,
 ) -> jax.Array:
     """Weighted sum of the tokens' negative log-likelihoods, gradient in forward."""
-    _, *inputs = likelihood.vary((), mixture, vocabulary, targets)
-    return _loss(route, activation, options, *inputs)
+    _, *inputs, by_token = likelihood.vary(
+        (), mixture, vocabulary, (targets, elsewhere)
+    )
+    return _loss(route, activation, options, *inputs, *by_token)
 
 
 def chunks(route: Route, context_TKE: Any, table_VE: Any, options: Options) -> int:
@@ -101,13 +110,13 @@ def chunks(route: Route, context_TKE: Any, table_VE: Any, options: Options) -> i
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _loss(route, activation, options, mixture, vocabulary, targets):
+def _loss(route, activation, options, mixture, vocabulary, targets, elsewhere):
     return likelihood.loss_from(
-        route.lse, mixture, vocabulary, targets, activation, options
+        route.lse, mixture, vocabulary, targets, activation, options, elsewhere
     )
 
 
-def _loss_forward(route, activation, options, mixture, vocabulary, targets):
+def _loss_forward(route, activation, options, mixture, vocabulary, targets, elsewhere):
     context_TKE, table_VE = mixture.context_TKE, vocabulary.table_VE
     parts = classes.of(context_TKE, vocabulary, options)
     padded = tuple(_pad(route, *part, max(1, SAMPLE // len(parts))) for part in parts)
@@ -125,10 +134,10 @@ def _loss_forward(route, activation, options, mixture, vocabulary, targets):
     sums = tuple(
         _zero_sums(route, context_TKE, len(part.table_PQ), table_VE) for part in padded
     )
-    sums, by_token = likelihood.over_chunks(
-        chunk, sums, (mixture, targets), chunks(route, context_TKE, table_VE, options)
-    )
-    context_bar_TKE, nll_T, weight_TK = by_token
+    tokens = (mixture, targets, elsewhere)
+    count = chunks(route, context_TKE, table_VE, options)
+    sums, by_token = likelihood.over_chunks(chunk, sums, tokens, count)
+    context_bar_TKE, nll_T, weight_TK, elsewhere_bar = by_token
     nll_T = nll_T.astype(targets.weights_T.dtype)
     bars = (
         Mixture(
@@ -136,14 +145,15 @@ def _loss_forward(route, activation, options, mixture, vocabulary, targets):
             context_bar_TKE.astype(context_TKE.dtype),
         ),
         _vocabulary_bar(sums, padded, vocabulary),
-        Targets(None, nll_T),
+        (Targets(None, nll_T), elsewhere_bar),
     )
     return likelihood.weighted(targets.weights_T, nll_T), bars
 
 
 def _loss_backward(route, activation, options, saved, loss_bar):
     del route, activation
-    return likelihood.loss_backward(((), *saved), loss_bar, options)[1:]
+    _, *bars, by_token = likelihood.loss_backward(((), *saved), loss_bar, options)
+    return *bars, *by_token
 
 
 _loss.defvjp(_loss_forward, _loss_backward)
@@ -222,7 +232,9 @@ def _zero_sums(route, context_TKE, words, table_VE):
     return shards.vary_over(axes, zeros)[0]
 
 
-def _chunk(route, activation, options, whole, padded, sums, mixture, targets):
+def _chunk(
+    route, activation, options, whole, padded, sums, mixture, targets, elsewhere
+):
     """Add a chunk's part of the table's gradient; return the rest of its results."""
     (log_prior_CK, context_CKE), (labels_C, weights_C) = mixture, targets
     cast_CKE = context_CKE.astype(whole.table_VE.dtype)
@@ -235,12 +247,15 @@ def _chunk(route, activation, options, whole, padded, sums, mixture, targets):
         route, activation, options, padded, by_class, score_CK
     )
     lse_CK = shards.joint_lse(ref_CK + jnp.log(total_CK), options)
+    score_CK, lse_CK = likelihood.beside(score_CK, lse_CK, elsewhere)
     nll_C = likelihood.nll(log_prior_CK, score_CK, lse_CK)
     posterior_CK = likelihood.posterior(log_prior_CK, score_CK, lse_CK, nll_C)
     weight_CK = weights_C[:, None] * posterior_CK
     scale_CK = weight_CK * jnp.exp(ref_CK - lse_CK)
 
     label_C, owned_C = shards.local_labels(labels_C, len(whole.table_VE), options)
+    if elsewhere is not None:
+        owned_C &= ~elsewhere.owned_T
     here_CK = owned_C[:, None] & (weight_CK != 0)
     stored_CK = jnp.where(here_CK, _stored(es, label_C, ref_CK), 0.0)
     delta_CK = scale_CK * jnp.exp(score_CK - ref_CK) * slope_CK - weight_CK * slope_CK
@@ -259,7 +274,21 @@ def _chunk(route, activation, options, whole, padded, sums, mixture, targets):
     context_bar_CKE = bars[0] if len(bars) == 1 else jnp.stack(bars, axis=1)
     factors = (scale_CK, stored_CK, delta_CK)
     sums = _add_to_table(sums, es, by_class, own_CKE, factors, label_C, owned_C)
-    return sums, (context_bar_CKE.reshape(context_CKE.shape), nll_C, weight_CK)
+    context_bar_CKE = context_bar_CKE.reshape(context_CKE.shape)
+    elsewhere_bar = _elsewhere_bar(elsewhere, lse_CK, weight_CK)
+    return sums, (context_bar_CKE, nll_C, weight_CK, elsewhere_bar)
+
+
+def _elsewhere_bar(elsewhere, lse_CK, weight_CK):
+    """The gradients of what is elsewhere; None if nothing is."""
+    if elsewhere is None:
+        return None
+    score_CK, own_CK, owned_C = elsewhere
+    score_bar_CK = jnp.where(owned_C[:, None], -weight_CK, 0.0)
+    lse_bar_CK = weight_CK * jnp.exp(own_CK - lse_CK)
+    return Elsewhere(
+        score_bar_CK.astype(score_CK.dtype), lse_bar_CK.astype(own_CK.dtype), None
+    )
 
 
 def _each(context_CKE):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 
 from softbottle.ops.mixture.activations import Activation
-from softbottle.ops.mixture.arrays import Mixture, Targets, Vocabulary
+from softbottle.ops.mixture.arrays import Elsewhere, Mixture, Targets, Vocabulary
 from softbottle.ops.mixture.options import Options
 
 # An array, or what stands for one when only its shape and dtype are asked.
@@ -31,12 +31,15 @@ class Implementation(NamedTuple):
         lse: (context_TKE, vocabulary, activation, options) -> the log-normalizers
             [T, K] of every token and component over the local rows of the table. It
             takes any cotangent.
-        loss: (mixture, vocabulary, targets, activation, options) -> the weighted sum
-            of the tokens' negative log-likelihoods. Padding has been cleared.
+        loss: (mixture, vocabulary, targets, activation, options, elsewhere) -> the
+            weighted sum of the tokens' negative log-likelihoods. Padding has been
+            cleared.
         choice: (context_TKE, table_VE, activation, options) -> what computes `loss` on
             arrays of these shapes, which an implementation may leave to another.
     """
 
     lse: Callable[[jax.Array, Vocabulary, Activation, Options], jax.Array]
-    loss: Callable[[Mixture, Vocabulary, Targets, Activation, Options], jax.Array]
+    loss: Callable[
+        [Mixture, Vocabulary, Targets, Activation, Options, Elsewhere | None], jax.Array
+    ]
     choice: Callable[[Shaped, Shaped, Activation, Options], Choice]

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from softbottle.ops.mixture import classes, shards
 from softbottle.ops.mixture.activations import Activation
-from softbottle.ops.mixture.arrays import Mixture, Targets, Vocabulary
+from softbottle.ops.mixture.arrays import Elsewhere, Mixture, Targets, Vocabulary
 from softbottle.ops.mixture.options import Options, product_dtype, sum_dtype
 
 
@@ -86,6 +86,16 @@ def with_slope(activation: Activation, z: jax.Array) -> tuple[jax.Array, jax.Arr
     return jax.jvp(apply, (z,), (jnp.ones_like(z),))
 
 
+def beside(
+    score_TK: jax.Array, lse_TK: jax.Array, elsewhere: Elsewhere | None
+) -> tuple[jax.Array, jax.Array]:
+    """The label's score and the log-normalizers with the words that are elsewhere."""
+    if elsewhere is None:
+        return score_TK, lse_TK
+    score_TK = jnp.where(elsewhere.owned_T[:, None], elsewhere.score_TK, score_TK)
+    return score_TK, jnp.logaddexp(lse_TK, elsewhere.lse_TK)
+
+
 def nll(log_prior_TK: jax.Array, score_TK: jax.Array, lse_TK: jax.Array) -> jax.Array:
     """-log P(label) of each token, [T]."""
     return -jax.nn.logsumexp(log_prior_TK + score_TK - lse_TK, axis=-1)
@@ -110,6 +120,7 @@ def loss_from(
     targets: Targets,
     activation: Activation,
     options: Options,
+    elsewhere: Elsewhere | None = None,
 ) -> jax.Array:
     """The loss from an implementation's log-normalizers, for jax to differentiate."""
     log_prior_TK, context_TKE = mixture
@@ -118,35 +129,37 @@ def loss_from(
     score_TK = target_score(
         context_TKE, vocabulary, targets.labels_T, activation, options
     )
+    score_TK, lse_TK = beside(score_TK, lse_TK, elsewhere)
     return weighted(targets.weights_T, nll(log_prior_TK, score_TK, lse_TK))
 
 
 def vary(
-    theta: tuple, mixture: Mixture, vocabulary: Vocabulary, targets: Targets
-) -> tuple[tuple, Mixture, Vocabulary, Targets]:
+    theta: tuple, mixture: Mixture, vocabulary: Vocabulary, by_token: Any
+) -> tuple[tuple, Mixture, Vocabulary, Any]:
     """A loss's inputs, marked for `shard_map` before a `custom_vjp`.
 
-    What meets the table varies with it; the rest varies with the tokens alone.
+    What meets the table varies with it; the rest, such as the targets, varies with the
+    tokens alone.
     """
     log_prior_TK, context_TKE = mixture
     theta, context_TKE, vocabulary = shards.varying_together(
         theta, context_TKE, vocabulary
     )
-    log_prior_TK, targets = shards.varying_together(log_prior_TK, targets)
-    return theta, Mixture(log_prior_TK, context_TKE), vocabulary, targets
+    log_prior_TK, by_token = shards.varying_together(log_prior_TK, by_token)
+    return theta, Mixture(log_prior_TK, context_TKE), vocabulary, by_token
 
 
 def loss_backward(saved: Any, loss_bar: jax.Array, options: Options) -> tuple:
     """The gradients that a loss computed in forward, times its cotangent.
 
     Args:
-        saved: gradients (theta, Mixture, Vocabulary, Targets); the labels' is None.
+        saved: gradients of what `vary` returns; the labels' is None.
         loss_bar: the cotangent of the loss.
         options: those of the loss.
     """
-    theta_bar, mixture_bar, vocabulary_bar, targets_bar = saved
+    theta_bar, mixture_bar, vocabulary_bar, by_token_bar = saved
     # What a shard adds to the normalizer reaches the loss of every shard; the prior and
-    # the weights only enter that of their own.
+    # what else is by token only enter that of their own.
     shared_bar = shards.shared_cotangent(loss_bar, options)
 
     def times(factor, tree):
@@ -157,7 +170,7 @@ def loss_backward(saved: Any, loss_bar: jax.Array, options: Options) -> tuple:
         times(shared_bar, theta_bar),
         Mixture(times(loss_bar, prior_bar_TK), times(shared_bar, context_bar_TKE)),
         times(shared_bar, vocabulary_bar),
-        times(loss_bar, targets_bar),
+        times(loss_bar, by_token_bar),
     )
 
 

@@ -61,8 +61,8 @@ def _lse(context_TKE, vocabulary, activation, options):
     return _fused_lse(activation, options, *inputs)
 
 
-def _loss(mixture, vocabulary, targets, activation, options):
-    inputs = (mixture, vocabulary, targets, activation, options)
+def _loss(mixture, vocabulary, targets, activation, options, elsewhere=None):
+    inputs = (mixture, vocabulary, targets, activation, options, elsewhere)
     if _refused(mixture.context_TKE, vocabulary.table_VE, activation, options):
         return blocked.IMPLEMENTATION.loss(*inputs)
     return exponential.loss(ROUTE, *inputs)

@@ -1,0 +1,401 @@
+"""Mixtape: P(v) = softmax_v( sum_k weight_vk (context_k . w_v) + b_v ).
+
+The K contexts (contexts.py) are mixed before the softmax, but by weights of the word's
+own: K - 1 gates in a binary tree (ops/mixture/gated.py), of which gate j has
+
+    l_vj = y_v . tanh(x U_j + a_j) + x . u_j + c_vj     for the S most frequent words
+    l_vj = x . u_j                                      for all others,
+
+with x the state or, beside a residual path, its direction. One normalizer is over all
+words, where a mixture of softmaxes has K. The words are sorted by frequency: the first
+S rows of the table are the frequent ones.
+
+The weights of rare words do not depend on the word, so that their logits are those of
+one context, sum_k weight_k context_k, at the cost of a softmax. Only frequent words
+meet all contexts: 1 + (K - 1) S / V products with the table in all. The logits of the
+rare words have rank d and those of the frequent ones are free: log P has rank up to
+S + d + 1, and one more with a bias.
+
+Axes: S frequent words, J = K - 1 gates, G width of a gate's feature.
+"""
+
+import dataclasses
+from typing import ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from softbottle import ops
+from softbottle.heads import base, contexts
+from softbottle.heads.base import Mixture, Params
+from softbottle.ops.mixture import gated, shards
+from softbottle.ops.mixture.activations import DEAD
+from softbottle.ops.mixture.arrays import Elsewhere, Targets, Vocabulary
+from softbottle.ops.mixture.likelihood import word_ids
+from softbottle.ops.mixture.options import DEFAULTS, Options
+
+
+class _Pieces(NamedTuple):
+    """The words in two pieces, and how the rare ones' operations are called.
+
+    `start` is the word of the first row of `rare`. Of a split table that is still the
+    whole, in which the frequent words have no probability.
+    """
+
+    tokens: gated.Tokens
+    frequent: gated.Words
+    mixture: Mixture
+    rare: Vocabulary
+    start: int
+    options: Options
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Mixtape(base.Head):
+    """A softmax whose frequent words weight `components` contexts by their own gates.
+
+    Attributes:
+        components: K, a power of two.
+        frequent: S, words with gates of their own: the first rows of the table.
+        gate_dim: G, width of what a word's gates are a product of.
+        context: how the contexts are made, one of contexts.KINDS.
+    """
+
+    name: ClassVar[str] = "mixtape"
+    mixes_all: ClassVar[bool] = False
+    components: int = 4
+    # No default would fit vocabularies of all sizes.
+    frequent: int = dataclasses.field(kw_only=True)
+    gate_dim: int = dataclasses.field(default=16, kw_only=True)
+    context: str = dataclasses.field(default=contexts.DEFAULT, kw_only=True)
+
+    def __post_init__(self) -> None:
+        """Check the settings."""
+        for name in ("components", "frequent", "gate_dim"):
+            value = base.positive_integer(name, getattr(self, name))
+            object.__setattr__(self, name, value)
+        if self.components < 2 or self.components & (self.components - 1):
+            raise ValueError(
+                f"components must be 2, 4, 8 or another power of two, got "
+                f"{self.components}: the gates are a binary tree."
+            )
+        contexts.check(self.context)
+
+    @property
+    def contexts(self) -> int:
+        """K."""
+        return self.components
+
+    @property
+    def products(self) -> int:
+        """One: that of the rare words, which are most. Frequent ones have K."""
+        return 1
+
+    @property
+    def projects(self) -> bool:
+        """Each context is a projection of the state."""
+        return True
+
+    def init(self, key: jax.Array, hidden_dim: int, context_dim: int) -> Params:
+        """The parameters of contexts and gates; see `Head.init`.
+
+        The gates start near 1/2, about 0.6 apart in l by the token and 0.3 by the word:
+        contexts that start equal differ by what the gates send back to them.
+
+            gate_state_DJ       u, as a mixture's prior
+            gate_DJG            U, the same
+            gate_bias_JG        a, zeros
+            gate_word_SG        y, uniform in plus or minus G^-1/2
+            gate_word_bias_SJ   c, zeros
+        """
+        matrix_key, state_key, word_key, *latent_keys = jax.random.split(key, 5)
+        gates, dim = self.components - 1, self.gate_dim
+        params = contexts.init(
+            self.context, latent_keys, self.components, hidden_dim, context_dim
+        )
+        flat_DX = contexts.init_prior(self.context, matrix_key, gates * dim, hidden_dim)
+        return params | {
+            "gate_DJG": flat_DX.reshape(hidden_dim, gates, dim),
+            "gate_bias_JG": jnp.zeros((gates, dim)),
+            "gate_state_DJ": contexts.init_prior(
+                self.context, state_key, gates, hidden_dim
+            ),
+            "gate_word_SG": base.uniform(word_key, (self.frequent, dim), dim),
+            "gate_word_bias_SJ": jnp.zeros((self.frequent, gates)),
+        }
+
+    def mix(
+        self, params: Params, hidden_TD: jax.Array, latent_mask: jax.Array | None = None
+    ) -> Mixture:
+        """The one context of the rare words; frequent ones have others of their own."""
+        return self._mean(self._tokens(params, hidden_TD, latent_mask))
+
+    def scores(
+        self,
+        params: Params,
+        table_VE: jax.Array,
+        bias_V: jax.Array | None,
+        hidden_TD: jax.Array,
+        labels_T: jax.Array,
+        *,
+        latent_mask: jax.Array | None = None,
+        options: Options = DEFAULTS,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """One component, the whole softmax; see `Head.scores`."""
+        words = Vocabulary.of(table_VE, bias_V)
+        pieces = self._pieces(params, words, hidden_TD, latent_mask, options)
+        local_T, elsewhere = self._elsewhere(pieces, labels_T)
+        score_T1, lse_T1 = ops.scores(
+            pieces.mixture.context_TKE,
+            pieces.rare,
+            local_T,
+            options=pieces.options,
+            elsewhere=elsewhere,
+        )
+        return pieces.mixture.log_prior_TK, score_T1, lse_T1
+
+    def loss(
+        self,
+        params: Params,
+        table_VE: jax.Array,
+        bias_V: jax.Array | None,
+        hidden_TD: jax.Array,
+        labels_T: jax.Array,
+        weights_T: jax.Array,
+        *,
+        latent_mask: jax.Array | None = None,
+        key: jax.Array | None = None,
+        options: Options = DEFAULTS,
+    ) -> jax.Array:
+        """sum_t weight[t] nll[t]; see `Head.loss`.
+
+        The gradient of the frequent words' part alone is not computed in forward.
+        """
+        del key
+        hidden_TD = base.clear_padding(weights_T, hidden_TD)
+        words = Vocabulary.of(table_VE, bias_V)
+        pieces = self._pieces(params, words, hidden_TD, latent_mask, options)
+        local_T, elsewhere = self._elsewhere(pieces, labels_T)
+        return ops.loss(
+            pieces.mixture,
+            pieces.rare,
+            Targets(local_T, weights_T),
+            options=pieces.options,
+            elsewhere=elsewhere,
+        )
+
+    def log_probs(
+        self,
+        params: Params,
+        table_VE: jax.Array,
+        bias_V: jax.Array | None,
+        hidden_TD: jax.Array,
+        *,
+        latent_mask: jax.Array | None = None,
+        log_prior_TK: jax.Array | None = None,
+        options: Options = DEFAULTS,
+    ) -> jax.Array:
+        """Log P(v) of every word; see `Head.log_probs`."""
+        words = Vocabulary.of(table_VE, bias_V)
+        pieces = self._pieces(params, words, hidden_TD, latent_mask, options)
+        _, _, lse_T1 = self._masses(pieces)
+        if log_prior_TK is not None:
+            lse_T1 = lse_T1 - log_prior_TK
+        logit_TS = gated.logits(pieces.tokens, pieces.frequent, pieces.options)
+        rare_TV = ops.log_probs(
+            pieces.mixture, pieces.rare, options=pieces.options, lse_TK=lse_T1
+        )
+        own_TS = logit_TS - lse_T1
+        if pieces.start:
+            return jnp.concatenate([own_TS, rare_TV], axis=1)
+        own_TV = jnp.pad(own_TS, ((0, 0), (0, rare_TV.shape[1] - self.frequent)))
+        own_V = self._frequent_rows(rare_TV.shape[1], options)
+        return jnp.where(own_V[None], own_TV, rare_TV)
+
+    def top_k(
+        self,
+        params: Params,
+        table_VE: jax.Array,
+        bias_V: jax.Array | None,
+        hidden_TD: jax.Array,
+        k: int,
+        *,
+        latent_mask: jax.Array | None = None,
+        options: Options = DEFAULTS,
+    ) -> tuple[jax.Array, jax.Array]:
+        """The k most probable words of each token; see `Head.top_k`."""
+        words = Vocabulary.of(table_VE, bias_V)
+        pieces = self._pieces(params, words, hidden_TD, latent_mask, options)
+        count = options.vocab or len(table_VE)
+        if not 1 <= k <= count:
+            raise ValueError(
+                f"k must be between 1 and the vocabulary's {count}, got {k}."
+            )
+        _, _, lse_T1 = self._masses(pieces)
+        logit_Tk, first_Tk = gated.top_k(
+            pieces.tokens, pieces.frequent, min(k, self.frequent), pieces.options
+        )
+        rare_Tk, later_Tk = ops.top_k(
+            pieces.mixture,
+            pieces.rare,
+            min(k, count - self.frequent),
+            options=pieces.options,
+            lse_TK=lse_T1,
+        )
+        # Earlier words first, so that they win ties.
+        values_TJ = jnp.concatenate([logit_Tk - lse_T1, rare_Tk], axis=1)
+        ids_TJ = jnp.concatenate([first_Tk, later_Tk + self.frequent], axis=1)
+        values_Tk, at_Tk = jax.lax.top_k(values_TJ, k)
+        return values_Tk, jnp.take_along_axis(ids_TJ, at_Tk, axis=1)
+
+    def sample(
+        self,
+        params: Params,
+        table_VE: jax.Array,
+        bias_V: jax.Array | None,
+        hidden_TD: jax.Array,
+        key: jax.Array,
+        *,
+        latent_mask: jax.Array | None = None,
+        log_prior_TK: jax.Array | None = None,
+        options: Options = DEFAULTS,
+    ) -> jax.Array:
+        """One word per token, the piece by its mass and then the word in it.
+
+        See `Head.sample`.
+        """
+        del log_prior_TK
+        words = Vocabulary.of(table_VE, bias_V)
+        pieces = self._pieces(params, words, hidden_TD, latent_mask, options)
+        own_T1, _, lse_T1 = self._masses(pieces)
+        piece_key, frequent_key, rare_key = jax.random.split(key, 3)
+        # The default's noise is too coarse for masses below 1e-7.
+        chosen_T = jax.random.bernoulli(
+            piece_key, jnp.exp(own_T1 - lse_T1)[:, 0], mode="high"
+        )
+        first_T = gated.sample(
+            pieces.tokens, pieces.frequent, frequent_key, pieces.options
+        )
+        later_T = ops.sample(
+            pieces.mixture, pieces.rare, rare_key, options=pieces.options
+        )
+        return jnp.where(chosen_T, first_T, later_T + self.frequent)
+
+    def _pieces(self, params, words, hidden_TD, latent_mask, options):
+        base.check_states(params, hidden_TD)
+        first, rare, start, options = self._split(words, options)
+        tokens = self._tokens(params, hidden_TD, latent_mask)
+        gates = (params["gate_word_SG"], params["gate_word_bias_SJ"])
+        frequent = gated.Words(first, *gates)
+        return _Pieces(tokens, frequent, self._mean(tokens), rare, start, options)
+
+    def _split(self, words, options):
+        """Frequent words, rare words, the first of these, and their options."""
+        rows, count = len(words.table_VE), self.frequent
+        if options.vocab_axis is None and options.vocab and options.vocab > rows:
+            raise ValueError(f"vocab={options.vocab} exceeds the table's {rows} rows.")
+        vocab = shards.word_count(rows, options)
+        if count >= vocab:
+            raise ValueError(
+                f"frequent={count} must be less than the vocabulary's {vocab} words."
+            )
+        if options.vocab_axis is None:
+            first, rare = (
+                jax.tree.map(lambda array, part=part: array[part], words)
+                for part in (slice(count), slice(count, None))
+            )
+            return first, rare, count, dataclasses.replace(options, vocab=vocab - count)
+        if count > rows:
+            raise ValueError(
+                f"frequent={count} must be at most the {rows} rows of a shard: the "
+                "first device has these words."
+            )
+        own_V = self._frequent_rows(rows, options)
+
+        def from_first(array):
+            shape = (count, *(1,) * (array.ndim - 1))
+            part = jnp.where(own_V[:count].reshape(shape), array[:count], 0.0)
+            return jax.lax.psum(part, options.vocab_axis)
+
+        bias_V = jnp.where(own_V, DEAD, words.bias_V)
+        rare = words._replace(bias_V=bias_V)
+        return jax.tree.map(from_first, words), rare, 0, options
+
+    def _frequent_rows(self, rows, options):
+        """Which of the local table rows are frequent words, [V]."""
+        return jnp.arange(rows) + shards.first_row(rows, options) < self.frequent
+
+    def _tokens(self, params, hidden_TD, latent_mask):
+        """The contexts, masked, and what the gates read."""
+        context_TKE = contexts.make(self.context, params, hidden_TD)
+        read_TD = contexts.read(self.context, hidden_TD)
+        dtype = read_TD.dtype
+        wide = jnp.promote_types(dtype, jnp.float32)
+
+        def times(formula, name):
+            matrix = params[name].astype(dtype)
+            return jnp.einsum(formula, read_TD, matrix, preferred_element_type=wide)
+
+        bias_JG = params["gate_bias_JG"].astype(wide)
+        feature_TJG = jnp.tanh(times("td,djg->tjg", "gate_DJG") + bias_JG[None])
+        return gated.Tokens(
+            base.masked(context_TKE, latent_mask),
+            feature_TJG.astype(dtype),
+            times("td,dj->tj", "gate_state_DJ"),
+        )
+
+    def _mean(self, tokens):
+        """The contexts' mean by the gates that rare words share, the only component."""
+        context_TKE, _, level_TJ = tokens
+        level_TJ1 = level_TJ[:, :, None]
+        wide_TKE = context_TKE.astype(level_TJ.dtype)
+        mean_TE = gated.tree(
+            [level_TJ1[:, j] for j in range(level_TJ.shape[1])],
+            [wide_TKE[:, k] for k in range(self.components)],
+        )
+        return base.single(mean_TE.astype(context_TKE.dtype), None)
+
+    def _elsewhere(self, pieces, labels_T):
+        """Labels among the rare words, and what the frequent ones add."""
+        labels_T = word_ids(labels_T=labels_T)
+        owned_T = (labels_T >= 0) & (labels_T < self.frequent)
+        both_T1 = gated.scores(pieces.tokens, pieces.frequent, labels_T, pieces.options)
+        local_T = jnp.where(owned_T, self.frequent, labels_T) - pieces.start
+        return local_T, Elsewhere(*both_T1, owned_T)
+
+    def _masses(self, pieces):
+        """Log-normalizers of frequent words, of rare ones and of all, [T, 1] each."""
+        tokens = len(pieces.tokens.context_TKE)
+        anything_T = jnp.full(tokens, self.frequent - pieces.start, jnp.int32)
+        _, own_T1 = gated.scores(
+            pieces.tokens, pieces.frequent, anything_T, pieces.options
+        )
+        _, rare_T1 = ops.scores(
+            pieces.mixture.context_TKE, pieces.rare, anything_T, options=pieces.options
+        )
+        return own_T1, rare_T1, jnp.logaddexp(own_T1, rare_T1)
+
+
+def mixtape(
+    components: int = 4,
+    context: str = contexts.DEFAULT,
+    *,
+    frequent: int,
+    gate_dim: int = 16,
+) -> Mixtape:
+    """A softmax whose frequent words weight `components` contexts by their own gates.
+
+    Args:
+        components: K, a power of two.
+        context: as of `mos`.
+        frequent: S, words with gates of their own, the first rows of the table: it has
+            to be sorted by frequency. A tenth of the vocabulary costs 0.3 products with
+            the table beside the softmax's one, for K = 4. Where the table is split
+            over devices, the first one has to have them all.
+        gate_dim: G, width of what a word's gates are a product of.
+
+    Raises:
+        ValueError: if `components` is no power of two above 1, `frequent` or `gate_dim`
+            is not a positive integer, or there is no such kind of context.
+    """
+    return Mixtape(components, frequent=frequent, gate_dim=gate_dim, context=context)

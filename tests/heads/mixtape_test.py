@@ -1,0 +1,143 @@
+"""What is Mixtape's own; the contract has the rest."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import softbottle
+from softbottle import Options
+from softbottle.heads import contexts
+from tests import oracle
+
+WIDTH, WORDS, FREQUENT = 7, 37, 9
+
+
+def point(name="mixtape", rows=WORDS):
+    return oracle.cast(oracle.make_inputs(name, rows=rows), jnp.float32)
+
+
+@pytest.mark.parametrize("name", ["mixtape", "mixtape_tanh"])
+def test_gates_that_all_words_share_give_a_softmax_of_the_mean_context(name):
+    inputs, head = point(name), oracle.CASES[name].head
+    shared = {
+        key: jnp.zeros_like(leaf) if key.startswith("gate_word") else leaf
+        for key, leaf in inputs.params.items()
+    }
+    log_p_TV = head.log_probs(shared, *inputs[1:4])
+    (mean_TE,) = jnp.moveaxis(head.mix(shared, inputs.hidden_TD).context_TKE, 1, 0)
+    plain_TV = softbottle.softmax().log_probs({}, *inputs[1:3], mean_TE)
+    np.testing.assert_allclose(log_p_TV, plain_TV, atol=2e-5)
+    own_TV = head.log_probs(inputs.params, *inputs[1:4])
+    assert np.max(np.abs(own_TV - plain_TV)) > 0.1
+
+
+@pytest.mark.parametrize("kind", contexts.KINDS)
+def test_gates_start_near_one_half_and_apart(kind):
+    head = softbottle.mixtape(4, kind, frequent=200)
+    params = head.init(jax.random.key(0), 64, 32)
+    hidden_TD = jax.random.normal(jax.random.key(1), (50, 64))
+    tokens = head._tokens(params, hidden_TD, None)
+    own_TJS = jnp.einsum("tjg,sg->tjs", tokens.feature_TJG, params["gate_word_SG"])
+    assert 0.1 < np.std(own_TJS) < 0.6
+    assert 0.3 < np.std(tokens.level_TJ) < 0.9
+    gates = jax.nn.sigmoid(own_TJS + tokens.level_TJ[:, :, None])
+    assert 0.4 < np.mean(gates) < 0.6 and np.min(gates) > 0.02
+
+
+@pytest.mark.parametrize("kind", contexts.KINDS)
+def test_every_context_and_gate_learns_from_the_first_step_or_the_second(kind):
+    inputs = point()
+    head = softbottle.mixtape(4, kind, frequent=FREQUENT)
+    params = head.init(jax.random.key(0), oracle.HIDDEN, WIDTH)
+    gradient = jax.jit(jax.grad(head.loss))
+    bars = gradient(params, *inputs[1:])
+    bar_KDE = jnp.moveaxis(bars["latent_DKE"], 1, 0)
+    norm = jnp.linalg.norm(bar_KDE[0])
+    for one in range(4):
+        for other in range(one):
+            assert jnp.linalg.norm(bar_KDE[one] - bar_KDE[other]) > 0.05 * norm
+    # Contexts that start equal leave nothing to choose between at the first.
+    moved = jax.tree.map(lambda leaf, bar: leaf - 0.1 * bar, params, bars)
+    bars = gradient(moved, *inputs[1:])
+    assert all(np.any(bar) for bar in bars.values())
+
+
+def test_a_label_that_is_no_word_gives_nan_and_others_their_own():
+    inputs, head = point(), oracle.CASES["mixtape"].head
+    labels_T = inputs.labels_T.at[:4].set(jnp.asarray([-1, WORDS, 2**31 - 1, -(2**31)]))
+    nll_T = head.nll(*inputs[:4], labels_T)
+    np.testing.assert_array_equal(np.isnan(nll_T), np.arange(len(nll_T)) < 4)
+    loss = head.loss(*inputs[:4], labels_T, jnp.ones_like(inputs.weights_T))
+    assert np.isnan(loss)
+
+
+@pytest.mark.parametrize("k", [1, FREQUENT, FREQUENT + 1, WORDS - FREQUENT + 1, WORDS])
+def test_the_best_words_are_of_both_pieces(k):
+    inputs, head = point(), oracle.CASES["mixtape"].head
+    log_p_TV = head.log_probs(*inputs[:4])
+    values_Tk, ids_Tk = head.top_k(*inputs[:4], k)
+    best_Tk, at_Tk = jax.lax.top_k(log_p_TV, k)
+    np.testing.assert_array_equal(ids_Tk, at_Tk)
+    np.testing.assert_allclose(values_Tk, best_Tk, atol=1e-5)
+
+
+def test_split_log_probs_are_those_of_the_local_words():
+    inputs, head = point(rows=40), oracle.CASES["mixtape"].head
+    mesh = jax.make_mesh((2,), ("model",), axis_types=(AxisType.Auto,))
+    specs = (P(), P("model"), P("model"), P())
+    split = jax.shard_map(
+        functools.partial(
+            head.log_probs, options=Options(vocab=WORDS, vocab_axis="model")
+        ),
+        mesh=mesh,
+        in_specs=specs,
+        out_specs=P(None, "model"),
+    )
+    whole_TV = head.log_probs(*inputs[:4], options=Options(vocab=WORDS))
+    np.testing.assert_allclose(jax.jit(split)(*inputs[:4]), whole_TV, atol=1e-5)
+    assert np.all(np.isneginf(whole_TV[:, WORDS:]))
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (Options(vocab=FREQUENT), "frequent=9 must be less than .* 9 words"),
+        (Options(vocab=WORDS + 1), "vocab=38 exceeds the table's 37 rows"),
+    ],
+)
+def test_a_vocabulary_without_rare_words_is_refused(options, message):
+    inputs, head = point(), oracle.CASES["mixtape"].head
+    with pytest.raises(ValueError, match=message):
+        head.loss(*inputs, options=options)
+    with pytest.raises(ValueError, match=message):
+        head.log_probs(*inputs[:4], options=options)
+
+
+def test_frequent_words_that_one_device_does_not_have_are_refused():
+    inputs, head = point(rows=40), oracle.CASES["mixtape"].head
+    mesh = jax.make_mesh((8,), ("model",), axis_types=(AxisType.Auto,))
+    specs = (P(), P("model"), P("model"), P(), P(), P())
+    loss = functools.partial(head.loss, options=Options(vocab_axis="model"))
+    split = jax.shard_map(loss, mesh=mesh, in_specs=specs, out_specs=P())
+    with pytest.raises(ValueError, match="frequent=9 must be at most the 5 rows"):
+        split(*inputs)
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"components": 3, "frequent": 5}, "components must be 2, 4, 8 or another"),
+        ({"components": 1, "frequent": 5}, "components must be 2, 4, 8 or another"),
+        ({"frequent": 0}, "frequent must be an integer >= 1"),
+        ({"frequent": 5, "gate_dim": 0}, "gate_dim must be an integer >= 1"),
+        ({"frequent": 5, "context": "cosh"}, "context must be one of"),
+    ],
+)
+def test_settings_out_of_range_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        softbottle.mixtape(**settings)

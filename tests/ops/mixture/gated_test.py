@@ -1,0 +1,155 @@
+"""Words with gates of their own: the operations against loops over words."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from softbottle.ops.mixture import gated
+from softbottle.ops.mixture.arrays import Vocabulary
+from softbottle.ops.mixture.options import Options
+from tests import oracle
+
+TOKENS, WIDTH, FREQUENT, FEATURE = 11, 7, 13, 3
+BUDGETS = [1, 5_000, 2**30]
+
+
+def make_problem(components=4):
+    rng = np.random.default_rng(3)
+    gates = components - 1
+    shapes = (
+        (TOKENS, components, WIDTH),
+        (TOKENS, gates, FEATURE),
+        (TOKENS, gates),
+        (FREQUENT, WIDTH),
+        (FREQUENT,),
+        (FREQUENT, FEATURE),
+        (FREQUENT, gates),
+    )
+    return tuple(rng.normal(size=shape) for shape in shapes)
+
+
+def paired(arrays):
+    table_SE, bias_S, *rest = arrays[3:]
+    return gated.Tokens(*arrays[:3]), gated.Words(Vocabulary(table_SE, bias_S), *rest)
+
+
+def dense(context, feature, level, table, bias, vector, offset):
+    """The logits [T, S], each component's weight written as its path in the tree."""
+    gates = jnp.einsum("tjg,sg->tsj", feature, vector)
+    gates = 1 / (1 + jnp.exp(-gates - level[:, None] - offset[None]))
+    components = context.shape[1]
+    total = bias[None]
+    for k in range(components):
+        weight, gate, low, high = 1.0, 0, 0, components
+        while high - low > 1:
+            middle = (low + high) // 2
+            left = k < middle
+            weight = weight * (gates[..., gate] if left else 1 - gates[..., gate])
+            gate = 2 * gate + (1 if left else 2)
+            low, high = (low, middle) if left else (middle, high)
+        total = total + weight * (context[:, k] @ table.T)
+    return total
+
+
+@pytest.mark.parametrize("components", [2, 4, 8])
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_scores_and_gradients_are_those_of_the_dense_logits(
+    components, budget, float64
+):
+    arrays = oracle.cast(make_problem(components), jnp.float64)
+    labels_T = jnp.arange(TOKENS) % FREQUENT
+    cotangent_T = jnp.asarray(np.random.default_rng(1).normal(size=(2, TOKENS)))
+
+    def both(logit_TS):
+        score_T = logit_TS[jnp.arange(TOKENS), labels_T]
+        return score_T, jax.nn.logsumexp(logit_TS, axis=1)
+
+    def weighted(pair):
+        return sum(jnp.vdot(c, x) for c, x in zip(cotangent_T, pair, strict=True))
+
+    def ours(*arrays):
+        options = Options(budget_bytes=budget)
+        return weighted(gated.scores(*paired(arrays), labels_T, options))
+
+    by = tuple(range(7))
+    exact = jax.value_and_grad(lambda *a: weighted(both(dense(*a))), by)(*arrays)
+    oracle.assert_close(
+        jax.jit(jax.value_and_grad(ours, by))(*arrays), exact, "float64"
+    )
+
+
+def test_four_components_have_the_weights_of_the_paper():
+    g0, g1, g2 = 0.3, 0.6, 0.9
+    level = [jnp.log(g / (1 - g)) for g in (g0, g1, g2)]
+    values = jnp.eye(4)
+    np.testing.assert_allclose(
+        gated.tree(level, list(values)),
+        [g0 * g1, g0 * (1 - g1), (1 - g0) * g2, (1 - g0) * (1 - g2)],
+        rtol=1e-6,
+    )
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_logits_and_the_best_words(budget):
+    arrays = make_problem()
+    exact_TS = dense(*arrays)
+    options = Options(budget_bytes=budget)
+    tokens, words = paired(oracle.cast(arrays, jnp.float32))
+    oracle.assert_close(gated.logits(tokens, words, options), exact_TS, "float32")
+    values_Tk, ids_Tk = gated.top_k(tokens, words, 3, options)
+    np.testing.assert_array_equal(ids_Tk, np.argsort(-exact_TS, axis=1)[:, :3])
+    oracle.assert_close(values_Tk, np.sort(exact_TS)[:, :-4:-1], "float32")
+
+
+def test_no_choice_of_chunks_changes_what_is_drawn():
+    inputs = paired(oracle.cast(make_problem(), jnp.float32))
+    draws = [
+        gated.sample(*inputs, jax.random.key(0), Options(budget_bytes=budget))
+        for budget in BUDGETS
+    ]
+    for drawn_T in draws:
+        np.testing.assert_array_equal(drawn_T, draws[0])
+    assert len(set(np.asarray(draws[0]))) > 2
+
+
+def test_no_array_over_tokens_components_and_words_is_stored():
+    tokens, words = paired(oracle.cast(make_problem(), jnp.float32))
+
+    def loss(tokens, words):
+        labels_T = jnp.zeros(TOKENS, jnp.int32)
+        options = Options(budget_bytes=1)
+        return sum(map(jnp.sum, gated.scores(tokens, words, labels_T, options)))
+
+    shapes = {
+        variable.aval.shape
+        for equation in every_equation(jax.make_jaxpr(jax.grad(loss))(tokens, words))
+        for variable in equation.outvars
+    }
+    largest = max(int(np.prod(shape)) for shape in shapes)
+    assert largest < TOKENS * 4 * FREQUENT
+    assert (TOKENS, 1) in shapes
+
+
+def every_equation(jaxpr):
+    for equation in jaxpr.eqns:
+        yield equation
+        for value in jax.tree.leaves(list(equation.params.values())):
+            if hasattr(value, "eqns"):
+                yield from every_equation(value)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_gradients_have_the_dtypes_of_their_inputs(dtype, mixed_dtypes):
+    inputs = paired(oracle.cast(make_problem(), dtype))
+    options = Options(compute_dtype=jnp.bfloat16)
+    loss = functools.partial(gated.scores, options=options)
+
+    def total(tokens, words):
+        return sum(map(jnp.sum, loss(tokens, words, jnp.zeros(TOKENS, jnp.int32))))
+
+    value, bars = jax.value_and_grad(total, (0, 1))(*inputs)
+    assert value.dtype == jnp.float32
+    assert {leaf.dtype for leaf in jax.tree.leaves(bars)} == {jnp.dtype(dtype)}
