@@ -18,6 +18,7 @@ whose size is the root of the width behind a transformer's last norm, it would b
 width itself, which saturates tanh and prior within a few steps.
 """
 
+import dataclasses
 from collections.abc import Sequence
 
 import jax
@@ -30,6 +31,26 @@ KINDS = ("residual", "linear", "tanh")
 DEFAULT = KINDS[0]
 # Added to a squared length: a state of zeros has no direction.
 TINY = 1e-12
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Projecting(base.Head):
+    """A head whose contexts are projections of the state.
+
+    Attributes:
+        context: how they are made, one of KINDS.
+    """
+
+    context: str = dataclasses.field(default=DEFAULT, kw_only=True)
+
+    def __post_init__(self) -> None:
+        """Check the settings."""
+        check(self.context)
+
+    @property
+    def projects(self) -> bool:
+        """Each context is a projection of the state."""
+        return True
 
 
 def check(kind: str) -> None:

@@ -51,7 +51,7 @@ class _Pieces(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Mixtape(base.Head):
+class Mixtape(contexts.Projecting):
     """A softmax whose frequent words weight `components` contexts by their own gates.
 
     Attributes:
@@ -67,10 +67,10 @@ class Mixtape(base.Head):
     # No default would fit vocabularies of all sizes.
     frequent: int = dataclasses.field(kw_only=True)
     gate_dim: int = dataclasses.field(default=16, kw_only=True)
-    context: str = dataclasses.field(default=contexts.DEFAULT, kw_only=True)
 
     def __post_init__(self) -> None:
         """Check the settings."""
+        super().__post_init__()
         for name in ("components", "frequent", "gate_dim"):
             value = base.positive_integer(name, getattr(self, name))
             object.__setattr__(self, name, value)
@@ -79,22 +79,11 @@ class Mixtape(base.Head):
                 f"components must be 2, 4, 8 or another power of two, got "
                 f"{self.components}: the gates are a binary tree."
             )
-        contexts.check(self.context)
 
     @property
     def contexts(self) -> int:
         """K."""
         return self.components
-
-    @property
-    def products(self) -> int:
-        """One: that of the rare words, which are most. Frequent ones have K."""
-        return 1
-
-    @property
-    def projects(self) -> bool:
-        """Each context is a projection of the state."""
-        return True
 
     def init(self, key: jax.Array, hidden_dim: int, context_dim: int) -> Params:
         """The parameters of contexts and gates; see `Head.init`.
@@ -280,6 +269,11 @@ class Mixtape(base.Head):
             pieces.mixture, pieces.rare, rare_key, options=pieces.options
         )
         return jnp.where(chosen_T, first_T, later_T + self.frequent)
+
+    @property
+    def products(self) -> int:
+        """One: that of the rare words, which are most. Frequent ones have K."""
+        return 1
 
     def _pieces(self, params, words, hidden_TD, latent_mask, options):
         base.check_states(params, hidden_TD)

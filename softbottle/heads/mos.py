@@ -22,8 +22,8 @@ from softbottle.heads.base import Mixture, Params
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Mixed(base.Head):
-    """A head whose contexts are projections of the state, mixed by a learned prior.
+class Mixed(contexts.Projecting):
+    """A head whose contexts are mixed by a learned prior.
 
     Attributes:
         components: K.
@@ -31,23 +31,17 @@ class Mixed(base.Head):
     """
 
     components: int = 1
-    context: str = dataclasses.field(default=contexts.DEFAULT, kw_only=True)
 
     def __post_init__(self) -> None:
         """Check the settings."""
+        super().__post_init__()
         components = base.positive_integer("components", self.components)
         object.__setattr__(self, "components", components)
-        contexts.check(self.context)
 
     @property
     def contexts(self) -> int:
         """K."""
         return self.components
-
-    @property
-    def projects(self) -> bool:
-        """Each context is a projection of the state."""
-        return True
 
     def init(self, key: jax.Array, hidden_dim: int, context_dim: int) -> Params:
         """`prior_DK` and the contexts' parameters; see `Head.init`."""

@@ -20,7 +20,7 @@ from softbottle.heads.base import Mixture, Params
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Partition(base.Head):
+class Partition(contexts.Projecting):
     """A softmax with a context for each of `classes` classes of words, or a mixture.
 
     Attributes:
@@ -32,29 +32,18 @@ class Partition(base.Head):
     name: ClassVar[str] = "partition"
     classes: int
     components: int = dataclasses.field(default=1, kw_only=True)
-    context: str = dataclasses.field(default=contexts.DEFAULT, kw_only=True)
 
     def __post_init__(self) -> None:
         """Check the settings."""
+        super().__post_init__()
         for name in ("classes", "components"):
             value = base.positive_integer(name, getattr(self, name))
             object.__setattr__(self, name, value)
-        contexts.check(self.context)
 
     @property
     def contexts(self) -> int:
         """One for each class and component."""
         return self.classes * self.components
-
-    @property
-    def products(self) -> int:
-        """One for each component: a word meets the context of its class alone."""
-        return self.components
-
-    @property
-    def projects(self) -> bool:
-        """Each context is a projection of the state."""
-        return True
 
     def init(self, key: jax.Array, hidden_dim: int, context_dim: int) -> Params:
         """The contexts' parameters, and a mixture's `prior_DK`; see `Head.init`."""
@@ -79,6 +68,11 @@ class Partition(base.Head):
             wide = jnp.promote_types(hidden_TD.dtype, jnp.float32)
             return Mixture(jnp.zeros((tokens, 1), wide), context)
         return Mixture(contexts.log_prior(self.context, params, hidden_TD), context)
+
+    @property
+    def products(self) -> int:
+        """One for each component: a word meets the context of its class alone."""
+        return self.components
 
 
 def partition(

@@ -119,7 +119,7 @@ VALUES = {
     ),
     "partition(classes=4)": lambda: softbottle.partition(4),
     "mixtape(components=4, frequent=9)": lambda: softbottle.mixtape(frequent=9),
-    "mixtape(components=2, frequent=9, gate_dim=3, context='tanh')": lambda: (
+    "mixtape(components=2, context='tanh', frequent=9, gate_dim=3)": lambda: (
         softbottle.mixtape(2, "tanh", frequent=9, gate_dim=np.int64(3))
     ),
     "partition(classes=4, components=3)": lambda: softbottle.partition(4, 3),
