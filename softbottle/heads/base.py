@@ -12,7 +12,7 @@ input, may be split over devices and is where the memory goes.
 
 import abc
 import dataclasses
-from typing import ClassVar
+from typing import ClassVar, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,78 @@ from softbottle.ops.mixture.arrays import (
 from softbottle.ops.mixture.options import DEFAULTS, Options, check_range
 
 Params = dict[str, jax.Array]
+
+
+class States(NamedTuple):
+    """What a head reads of the tokens; see `Head.loss`."""
+
+    hidden_TD: jax.Array
+    latent_mask: jax.Array | None
+    key: jax.Array | None
+
+
+class Predictions(Protocol):
+    """What a head says of every token; the methods are those of `Head`."""
+
+    def loss(self, targets: Targets) -> jax.Array:
+        """The weighted sum of -log P(label)."""
+        ...
+
+    def scores(self, labels_T: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """log_prior_TK, score_TK and lse_TK."""
+        ...
+
+    def log_probs(self, log_prior_TK: jax.Array | None) -> jax.Array:
+        """Log P of every word, by the given prior if there is one."""
+        ...
+
+    def top_k(self, k: int) -> tuple[jax.Array, jax.Array]:
+        """Log-probabilities and ids of the best words."""
+        ...
+
+    def sample(self, key: jax.Array, log_prior_TK: jax.Array | None) -> jax.Array:
+        """One word per token, by the given prior if there is one."""
+        ...
+
+
+class OfMixture(NamedTuple):
+    """The predictions of a mixture that meets the whole vocabulary."""
+
+    mixture: Mixture
+    words: Vocabulary
+    activation: Activation
+    options: Options
+
+    def loss(self, targets: Targets) -> jax.Array:
+        """See `Predictions`."""
+        return ops.loss(
+            self.mixture, self.words, targets, self.activation, self.options
+        )
+
+    def scores(self, labels_T: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """See `Predictions`."""
+        log_prior_TK, context_TKE = self.mixture
+        tokens = (context_TKE, self.words, labels_T)
+        return log_prior_TK, *ops.scores(*tokens, self.activation, self.options)
+
+    def log_probs(self, log_prior_TK: jax.Array | None) -> jax.Array:
+        """See `Predictions`."""
+        mixture = self._with(log_prior_TK)
+        return ops.log_probs(mixture, self.words, self.activation, self.options)
+
+    def top_k(self, k: int) -> tuple[jax.Array, jax.Array]:
+        """See `Predictions`."""
+        return ops.top_k(self.mixture, self.words, k, self.activation, self.options)
+
+    def sample(self, key: jax.Array, log_prior_TK: jax.Array | None) -> jax.Array:
+        """See `Predictions`."""
+        mixture = self._with(log_prior_TK)
+        return ops.sample(mixture, self.words, key, self.activation, self.options)
+
+    def _with(self, log_prior_TK):
+        if log_prior_TK is None:
+            return self.mixture
+        return self.mixture._replace(log_prior_TK=log_prior_TK)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -178,10 +250,17 @@ class Head(abc.ABC):
             ValueError: if shapes do not go together, an array is float16, the labels
                 are not integers, or an option is refused.
         """
-        hidden_TD = clear_padding(weights_T, hidden_TD)
-        mixture, g = self._parts(params, hidden_TD, latent_mask, key)
-        targets = Targets(labels_T, weights_T)
-        return ops.loss(mixture, Vocabulary.of(table_VE, bias_V), targets, g, options)
+        if weights_T.shape != hidden_TD.shape[:1]:
+            raise ValueError(
+                f"weights_T must have a weight for each of the {hidden_TD.shape[0]} "
+                f"tokens of hidden_TD {hidden_TD.shape}, got {weights_T.shape}."
+            )
+        # A padding token's state may be anything; masked here, it cannot reach the
+        # head's own parameters either.
+        hidden_TD = without_padding(weights_T, hidden_TD)
+        output = (params, table_VE, bias_V)
+        predictions = self._predict(output, hidden_TD, latent_mask, options, key)
+        return predictions.loss(Targets(labels_T, weights_T))
 
     def nll(
         self,
@@ -211,16 +290,9 @@ class Head(abc.ABC):
         Raises:
             ValueError: as `loss`.
         """
-        parts = self.scores(
-            params,
-            table_VE,
-            bias_V,
-            hidden_TD,
-            labels_T,
-            latent_mask=latent_mask,
-            options=options,
-        )
-        return likelihood.nll(*parts)
+        output = (params, table_VE, bias_V)
+        predictions = self._predict(output, hidden_TD, latent_mask, options)
+        return likelihood.nll(*predictions.scores(labels_T))
 
     def scores(
         self,
@@ -251,10 +323,9 @@ class Head(abc.ABC):
         Raises:
             ValueError: as `loss`.
         """
-        mixture, g = self._parts(params, hidden_TD, latent_mask)
-        log_prior_TK, context_TKE = mixture
-        vocabulary = Vocabulary.of(table_VE, bias_V)
-        return log_prior_TK, *ops.scores(context_TKE, vocabulary, labels_T, g, options)
+        output = (params, table_VE, bias_V)
+        predictions = self._predict(output, hidden_TD, latent_mask, options)
+        return predictions.scores(labels_T)
 
     def log_probs(
         self,
@@ -285,10 +356,9 @@ class Head(abc.ABC):
         Raises:
             ValueError: as `loss`.
         """
-        mixture, g = self._parts(params, hidden_TD, latent_mask)
-        if log_prior_TK is not None:
-            mixture = mixture._replace(log_prior_TK=log_prior_TK)
-        return ops.log_probs(mixture, Vocabulary.of(table_VE, bias_V), g, options)
+        output = (params, table_VE, bias_V)
+        predictions = self._predict(output, hidden_TD, latent_mask, options)
+        return predictions.log_probs(log_prior_TK)
 
     def top_k(
         self,
@@ -319,8 +389,8 @@ class Head(abc.ABC):
             ValueError: as `loss`; if `k` is not between 1 and the vocabulary's size;
                 with `vocab_axis`, because the whole table is read.
         """
-        mixture, g = self._parts(params, hidden_TD, latent_mask)
-        return ops.top_k(mixture, Vocabulary.of(table_VE, bias_V), k, g, options)
+        output = (params, table_VE, bias_V)
+        return self._predict(output, hidden_TD, latent_mask, options).top_k(k)
 
     def sample(
         self,
@@ -352,43 +422,40 @@ class Head(abc.ABC):
         Raises:
             ValueError: as `loss`; with `vocab_axis`, because the whole table is read.
         """
-        mixture, g = self._parts(params, hidden_TD, latent_mask)
-        if log_prior_TK is not None:
-            mixture = mixture._replace(log_prior_TK=log_prior_TK)
-        return ops.sample(mixture, Vocabulary.of(table_VE, bias_V), key, g, options)
+        output = (params, table_VE, bias_V)
+        predictions = self._predict(output, hidden_TD, latent_mask, options)
+        return predictions.sample(key, log_prior_TK)
 
-    def _parts(self, params, hidden_TD, latent_mask, key=None):
-        check_states(params, hidden_TD)
+    def predictions(
+        self, params: Params, words: Vocabulary, states: States, options: Options
+    ) -> Predictions:
+        """What the head says of every token, from which its methods answer.
+
+        Those of the mixture that `mix` gives, unless a head has others for some words.
+
+        Args:
+            params: of `init`.
+            words: table and bias.
+            states: of the tokens, checked.
+            options: how its operations are computed.
+        """
+        hidden_TD, latent_mask, key = states
         drawn = {"key": key} if self.draws and key is not None else {}
         mixture = self.mix(params, hidden_TD, latent_mask, **drawn)
-        return mixture, self.activation(params)
+        return OfMixture(mixture, words, self.activation(params), options)
 
-
-def clear_padding(weights_T: jax.Array, hidden_TD: jax.Array) -> jax.Array:
-    """The states, zeros where the weight is 0.
-
-    A padding token's state may be anything; cleared before it is read it cannot reach
-    the head's own parameters either.
-
-    Raises:
-        ValueError: unless each token has a weight.
-    """
-    if weights_T.shape != hidden_TD.shape[:1]:
-        raise ValueError(
-            f"weights_T must have a weight for each of the {hidden_TD.shape[0]} "
-            f"tokens of hidden_TD {hidden_TD.shape}, got {weights_T.shape}."
+    def _predict(self, output, hidden_TD, latent_mask, options, key=None):
+        params, table_VE, bias_V = output
+        if hidden_TD.ndim != 2:
+            raise ValueError(
+                f"hidden_TD must be [tokens, width], got the shape {hidden_TD.shape}; "
+                "flatten rows and positions first."
+            )
+        check_range(params=params, hidden_TD=hidden_TD)
+        states = States(hidden_TD, latent_mask, key)
+        return self.predictions(
+            params, Vocabulary.of(table_VE, bias_V), states, options
         )
-    return without_padding(weights_T, hidden_TD)
-
-
-def check_states(params: Params, hidden_TD: jax.Array) -> None:
-    """Raise ValueError unless the states are [T, D] and nothing is float16."""
-    if hidden_TD.ndim != 2:
-        raise ValueError(
-            f"hidden_TD must be [tokens, width], got the shape {hidden_TD.shape}; "
-            "flatten rows and positions first."
-        )
-    check_range(params=params, hidden_TD=hidden_TD)
 
 
 def single(hidden_TD: jax.Array, latent_mask: jax.Array | None) -> Mixture:

@@ -32,14 +32,20 @@ from softbottle.ops.mixture import gated, shards
 from softbottle.ops.mixture.activations import DEAD
 from softbottle.ops.mixture.arrays import Elsewhere, Targets, Vocabulary
 from softbottle.ops.mixture.likelihood import word_ids
-from softbottle.ops.mixture.options import DEFAULTS, Options
+from softbottle.ops.mixture.options import Options
 
 
-class _Pieces(NamedTuple):
-    """The words in two pieces, and how the rare ones' operations are called.
+class Pieces(NamedTuple):
+    """The predictions of words in two pieces, under one normalizer.
 
-    `start` is the word of the first row of `rare`. Of a split table that is still the
-    whole, in which the frequent words have no probability.
+    Attributes:
+        tokens: what the frequent words' gates and logits are made of.
+        frequent: the words with gates of their own.
+        mixture: the one context of the rare words.
+        rare: those words. Of a split table that is still the whole, in which the
+            frequent words have no probability.
+        start: the word of the first row of `rare`.
+        options: of the rare words' operations.
     """
 
     tokens: gated.Tokens
@@ -48,6 +54,100 @@ class _Pieces(NamedTuple):
     rare: Vocabulary
     start: int
     options: Options
+
+    @property
+    def size(self) -> int:
+        """S."""
+        return len(self.frequent.vector_SG)
+
+    def loss(self, targets: Targets) -> jax.Array:
+        """See `Predictions`; the frequent words' gradient is not taken in forward."""
+        local_T, elsewhere = self._elsewhere(targets.labels_T)
+        targets = targets._replace(labels_T=local_T)
+        return ops.loss(
+            *(self.mixture, self.rare, targets),
+            options=self.options,
+            elsewhere=elsewhere,
+        )
+
+    def scores(self, labels_T: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """See `Predictions`; one component, the whole softmax."""
+        local_T, elsewhere = self._elsewhere(labels_T)
+        score_T1, lse_T1 = ops.scores(
+            *(self.mixture.context_TKE, self.rare, local_T),
+            options=self.options,
+            elsewhere=elsewhere,
+        )
+        return self.mixture.log_prior_TK, score_T1, lse_T1
+
+    def log_probs(self, log_prior_TK: jax.Array | None) -> jax.Array:
+        """See `Predictions`."""
+        _, lse_T1 = self._masses()
+        if log_prior_TK is not None:
+            lse_T1 = lse_T1 - log_prior_TK
+        own_TS = gated.logits(self.tokens, self.frequent, self.options) - lse_T1
+        rare_TV = ops.log_probs(
+            self.mixture, self.rare, options=self.options, lse_TK=lse_T1
+        )
+        if self.start:
+            return jnp.concatenate([own_TS, rare_TV], axis=1)
+        rows = rare_TV.shape[1]
+        own_TV = jnp.pad(own_TS, ((0, 0), (0, rows - self.size)))
+        own_V = frequent_rows(self.size, rows, self.options)
+        return jnp.where(own_V[None], own_TV, rare_TV)
+
+    def top_k(self, k: int) -> tuple[jax.Array, jax.Array]:
+        """See `Predictions`."""
+        words = self.size + shards.word_count(len(self.rare.table_VE), self.options)
+        if not 1 <= k <= words:
+            raise ValueError(
+                f"k must be between 1 and the vocabulary's {words}, got {k}."
+            )
+        _, lse_T1 = self._masses()
+        logit_Tk, first_Tk = gated.top_k(
+            self.tokens, self.frequent, min(k, self.size), self.options
+        )
+        rare_Tk, later_Tk = ops.top_k(
+            *(self.mixture, self.rare, min(k, words - self.size)),
+            options=self.options,
+            lse_TK=lse_T1,
+        )
+        # Earlier words first, so that they win ties.
+        values_TJ = jnp.concatenate([logit_Tk - lse_T1, rare_Tk], axis=1)
+        ids_TJ = jnp.concatenate([first_Tk, later_Tk + self.size], axis=1)
+        values_Tk, at_Tk = jax.lax.top_k(values_TJ, k)
+        return values_Tk, jnp.take_along_axis(ids_TJ, at_Tk, axis=1)
+
+    def sample(self, key: jax.Array, log_prior_TK: jax.Array | None) -> jax.Array:
+        """See `Predictions`: the piece by its mass, and then the word in it."""
+        del log_prior_TK  # of one component
+        own_T1, lse_T1 = self._masses()
+        piece_key, frequent_key, rare_key = jax.random.split(key, 3)
+        # The default's noise is too coarse for masses below 1e-7.
+        chosen_T = jax.random.bernoulli(
+            piece_key, jnp.exp(own_T1 - lse_T1)[:, 0], mode="high"
+        )
+        first_T = gated.sample(self.tokens, self.frequent, frequent_key, self.options)
+        later_T = ops.sample(self.mixture, self.rare, rare_key, options=self.options)
+        return jnp.where(chosen_T, first_T, later_T + self.size)
+
+    def _elsewhere(self, labels_T):
+        """Labels among the rare words, and what the frequent ones add."""
+        labels_T = word_ids(labels_T=labels_T)
+        owned_T = (labels_T >= 0) & (labels_T < self.size)
+        both_T1 = gated.scores(self.tokens, self.frequent, labels_T, self.options)
+        local_T = jnp.where(owned_T, self.size, labels_T) - self.start
+        return local_T, Elsewhere(*both_T1, owned_T)
+
+    def _masses(self):
+        """Log-normalizers of the frequent words and of all, [T, 1] each."""
+        tokens = len(self.tokens.context_TKE)
+        anything_T = jnp.full(tokens, self.size - self.start, jnp.int32)
+        _, own_T1 = gated.scores(self.tokens, self.frequent, anything_T, self.options)
+        _, rare_T1 = ops.scores(
+            self.mixture.context_TKE, self.rare, anything_T, options=self.options
+        )
+        return own_T1, jnp.logaddexp(own_T1, rare_T1)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -119,169 +219,20 @@ class Mixtape(contexts.Projecting):
         """The one context of the rare words; frequent ones have others of their own."""
         return self._mean(self._tokens(params, hidden_TD, latent_mask))
 
-    def scores(
-        self,
-        params: Params,
-        table_VE: jax.Array,
-        bias_V: jax.Array | None,
-        hidden_TD: jax.Array,
-        labels_T: jax.Array,
-        *,
-        latent_mask: jax.Array | None = None,
-        options: Options = DEFAULTS,
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """One component, the whole softmax; see `Head.scores`."""
-        words = Vocabulary.of(table_VE, bias_V)
-        pieces = self._pieces(params, words, hidden_TD, latent_mask, options)
-        local_T, elsewhere = self._elsewhere(pieces, labels_T)
-        score_T1, lse_T1 = ops.scores(
-            pieces.mixture.context_TKE,
-            pieces.rare,
-            local_T,
-            options=pieces.options,
-            elsewhere=elsewhere,
-        )
-        return pieces.mixture.log_prior_TK, score_T1, lse_T1
-
-    def loss(
-        self,
-        params: Params,
-        table_VE: jax.Array,
-        bias_V: jax.Array | None,
-        hidden_TD: jax.Array,
-        labels_T: jax.Array,
-        weights_T: jax.Array,
-        *,
-        latent_mask: jax.Array | None = None,
-        key: jax.Array | None = None,
-        options: Options = DEFAULTS,
-    ) -> jax.Array:
-        """sum_t weight[t] nll[t]; see `Head.loss`.
-
-        The gradient of the frequent words' part alone is not computed in forward.
-        """
-        del key
-        hidden_TD = base.clear_padding(weights_T, hidden_TD)
-        words = Vocabulary.of(table_VE, bias_V)
-        pieces = self._pieces(params, words, hidden_TD, latent_mask, options)
-        local_T, elsewhere = self._elsewhere(pieces, labels_T)
-        return ops.loss(
-            pieces.mixture,
-            pieces.rare,
-            Targets(local_T, weights_T),
-            options=pieces.options,
-            elsewhere=elsewhere,
-        )
-
-    def log_probs(
-        self,
-        params: Params,
-        table_VE: jax.Array,
-        bias_V: jax.Array | None,
-        hidden_TD: jax.Array,
-        *,
-        latent_mask: jax.Array | None = None,
-        log_prior_TK: jax.Array | None = None,
-        options: Options = DEFAULTS,
-    ) -> jax.Array:
-        """Log P(v) of every word; see `Head.log_probs`."""
-        words = Vocabulary.of(table_VE, bias_V)
-        pieces = self._pieces(params, words, hidden_TD, latent_mask, options)
-        _, _, lse_T1 = self._masses(pieces)
-        if log_prior_TK is not None:
-            lse_T1 = lse_T1 - log_prior_TK
-        logit_TS = gated.logits(pieces.tokens, pieces.frequent, pieces.options)
-        rare_TV = ops.log_probs(
-            pieces.mixture, pieces.rare, options=pieces.options, lse_TK=lse_T1
-        )
-        own_TS = logit_TS - lse_T1
-        if pieces.start:
-            return jnp.concatenate([own_TS, rare_TV], axis=1)
-        own_TV = jnp.pad(own_TS, ((0, 0), (0, rare_TV.shape[1] - self.frequent)))
-        own_V = self._frequent_rows(rare_TV.shape[1], options)
-        return jnp.where(own_V[None], own_TV, rare_TV)
-
-    def top_k(
-        self,
-        params: Params,
-        table_VE: jax.Array,
-        bias_V: jax.Array | None,
-        hidden_TD: jax.Array,
-        k: int,
-        *,
-        latent_mask: jax.Array | None = None,
-        options: Options = DEFAULTS,
-    ) -> tuple[jax.Array, jax.Array]:
-        """The k most probable words of each token; see `Head.top_k`."""
-        words = Vocabulary.of(table_VE, bias_V)
-        pieces = self._pieces(params, words, hidden_TD, latent_mask, options)
-        count = options.vocab or len(table_VE)
-        if not 1 <= k <= count:
-            raise ValueError(
-                f"k must be between 1 and the vocabulary's {count}, got {k}."
-            )
-        _, _, lse_T1 = self._masses(pieces)
-        logit_Tk, first_Tk = gated.top_k(
-            pieces.tokens, pieces.frequent, min(k, self.frequent), pieces.options
-        )
-        rare_Tk, later_Tk = ops.top_k(
-            pieces.mixture,
-            pieces.rare,
-            min(k, count - self.frequent),
-            options=pieces.options,
-            lse_TK=lse_T1,
-        )
-        # Earlier words first, so that they win ties.
-        values_TJ = jnp.concatenate([logit_Tk - lse_T1, rare_Tk], axis=1)
-        ids_TJ = jnp.concatenate([first_Tk, later_Tk + self.frequent], axis=1)
-        values_Tk, at_Tk = jax.lax.top_k(values_TJ, k)
-        return values_Tk, jnp.take_along_axis(ids_TJ, at_Tk, axis=1)
-
-    def sample(
-        self,
-        params: Params,
-        table_VE: jax.Array,
-        bias_V: jax.Array | None,
-        hidden_TD: jax.Array,
-        key: jax.Array,
-        *,
-        latent_mask: jax.Array | None = None,
-        log_prior_TK: jax.Array | None = None,
-        options: Options = DEFAULTS,
-    ) -> jax.Array:
-        """One word per token, the piece by its mass and then the word in it.
-
-        See `Head.sample`.
-        """
-        del log_prior_TK
-        words = Vocabulary.of(table_VE, bias_V)
-        pieces = self._pieces(params, words, hidden_TD, latent_mask, options)
-        own_T1, _, lse_T1 = self._masses(pieces)
-        piece_key, frequent_key, rare_key = jax.random.split(key, 3)
-        # The default's noise is too coarse for masses below 1e-7.
-        chosen_T = jax.random.bernoulli(
-            piece_key, jnp.exp(own_T1 - lse_T1)[:, 0], mode="high"
-        )
-        first_T = gated.sample(
-            pieces.tokens, pieces.frequent, frequent_key, pieces.options
-        )
-        later_T = ops.sample(
-            pieces.mixture, pieces.rare, rare_key, options=pieces.options
-        )
-        return jnp.where(chosen_T, first_T, later_T + self.frequent)
+    def predictions(
+        self, params: Params, words: Vocabulary, states: base.States, options: Options
+    ) -> Pieces:
+        """Frequent words and rare ones apart; see `Head.predictions`."""
+        first, rare, start, options = self._split(words, options)
+        tokens = self._tokens(params, states.hidden_TD, states.latent_mask)
+        gates = (params["gate_word_SG"], params["gate_word_bias_SJ"])
+        frequent = gated.Words(first, *gates)
+        return Pieces(tokens, frequent, self._mean(tokens), rare, start, options)
 
     @property
     def products(self) -> int:
         """One: that of the rare words, which are most. Frequent ones have K."""
         return 1
-
-    def _pieces(self, params, words, hidden_TD, latent_mask, options):
-        base.check_states(params, hidden_TD)
-        first, rare, start, options = self._split(words, options)
-        tokens = self._tokens(params, hidden_TD, latent_mask)
-        gates = (params["gate_word_SG"], params["gate_word_bias_SJ"])
-        frequent = gated.Words(first, *gates)
-        return _Pieces(tokens, frequent, self._mean(tokens), rare, start, options)
 
     def _split(self, words, options):
         """Frequent words, rare words, the first of these, and their options."""
@@ -304,7 +255,7 @@ class Mixtape(contexts.Projecting):
                 f"frequent={count} must be at most the {rows} rows of a shard: the "
                 "first device has these words."
             )
-        own_V = self._frequent_rows(rows, options)
+        own_V = frequent_rows(count, rows, options)
 
         def from_first(array):
             shape = (count, *(1,) * (array.ndim - 1))
@@ -314,10 +265,6 @@ class Mixtape(contexts.Projecting):
         bias_V = jnp.where(own_V, DEAD, words.bias_V)
         rare = words._replace(bias_V=bias_V)
         return jax.tree.map(from_first, words), rare, 0, options
-
-    def _frequent_rows(self, rows, options):
-        """Which of the local table rows are frequent words, [V]."""
-        return jnp.arange(rows) + shards.first_row(rows, options) < self.frequent
 
     def _tokens(self, params, hidden_TD, latent_mask):
         """The contexts, masked, and what the gates read."""
@@ -349,25 +296,10 @@ class Mixtape(contexts.Projecting):
         )
         return base.single(mean_TE.astype(context_TKE.dtype), None)
 
-    def _elsewhere(self, pieces, labels_T):
-        """Labels among the rare words, and what the frequent ones add."""
-        labels_T = word_ids(labels_T=labels_T)
-        owned_T = (labels_T >= 0) & (labels_T < self.frequent)
-        both_T1 = gated.scores(pieces.tokens, pieces.frequent, labels_T, pieces.options)
-        local_T = jnp.where(owned_T, self.frequent, labels_T) - pieces.start
-        return local_T, Elsewhere(*both_T1, owned_T)
 
-    def _masses(self, pieces):
-        """Log-normalizers of frequent words, of rare ones and of all, [T, 1] each."""
-        tokens = len(pieces.tokens.context_TKE)
-        anything_T = jnp.full(tokens, self.frequent - pieces.start, jnp.int32)
-        _, own_T1 = gated.scores(
-            pieces.tokens, pieces.frequent, anything_T, pieces.options
-        )
-        _, rare_T1 = ops.scores(
-            pieces.mixture.context_TKE, pieces.rare, anything_T, options=pieces.options
-        )
-        return own_T1, rare_T1, jnp.logaddexp(own_T1, rare_T1)
+def frequent_rows(count: int, rows: int, options: Options) -> jax.Array:
+    """Which of the local table rows are among the first `count` words, [V]."""
+    return jnp.arange(rows) + shards.first_row(rows, options) < count
 
 
 def mixtape(
