@@ -59,10 +59,10 @@ def tree(level: Sequence[jax.Array], values: Sequence[jax.Array]) -> jax.Array:
     while len(values) > 1:
         half = len(values) // 2
         # The lowest gates that are left: those before them have them as branches.
+        gates = [jax.nn.sigmoid(level[half - 1 + n]) for n in range(half)]
         values = [
-            jax.nn.sigmoid(level[half - 1 + n]) * values[2 * n]
-            + jax.nn.sigmoid(-level[half - 1 + n]) * values[2 * n + 1]
-            for n in range(half)
+            right + gate * (left - right)
+            for gate, left, right in zip(gates, values[::2], values[1::2], strict=True)
         ]
     return values[0]
 
