@@ -320,9 +320,14 @@ def make(config: config_lib.Config, vocab: int, mesh: Mesh | None = None) -> Mod
     It keeps a copy of the config, which may change afterwards.
 
     Raises:
-        ValueError: as `make_head`.
+        ValueError: as `make_head`, or if the head does not fit so many words.
     """
-    return Model(copy.deepcopy(config), vocab, make_head(config), mesh)
+    head = make_head(config)
+    try:
+        head.check_words(vocab)
+    except ValueError as error:
+        raise ValueError(f"head.{error}") from error
+    return Model(copy.deepcopy(config), vocab, head, mesh)
 
 
 def count_parameters(params: Any, vocab: int) -> int:

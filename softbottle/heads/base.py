@@ -171,6 +171,10 @@ class Head(abc.ABC):
                 f"{hidden_dim} must equal context_dim={context_dim}."
             )
 
+    def check_words(self, words: int) -> None:
+        """Raise ValueError unless the head fits a vocabulary of so many words."""
+        del words
+
     @abc.abstractmethod
     def init(self, key: jax.Array, hidden_dim: int, context_dim: int) -> Params:
         """The parameters that a training starts from.

@@ -185,6 +185,14 @@ class Mixtape(contexts.Projecting):
         """K."""
         return self.components
 
+    def check_words(self, words: int) -> None:
+        """Raise ValueError unless some words are rare."""
+        if self.frequent >= words:
+            raise ValueError(
+                f"frequent={self.frequent} must be less than the vocabulary's {words} "
+                "words."
+            )
+
     def init(self, key: jax.Array, hidden_dim: int, context_dim: int) -> Params:
         """The parameters of contexts and gates; see `Head.init`.
 
@@ -240,10 +248,7 @@ class Mixtape(contexts.Projecting):
         if options.vocab_axis is None and options.vocab and options.vocab > rows:
             raise ValueError(f"vocab={options.vocab} exceeds the table's {rows} rows.")
         vocab = shards.word_count(rows, options)
-        if count >= vocab:
-            raise ValueError(
-                f"frequent={count} must be less than the vocabulary's {vocab} words."
-            )
+        self.check_words(vocab)
         if options.vocab_axis is None:
             first, rare = (
                 jax.tree.map(lambda array, part=part: array[part], words)

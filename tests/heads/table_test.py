@@ -109,6 +109,24 @@ def test_a_run_whose_head_is_refused_writes_nothing(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    "head, message",
+    [
+        ({"name": "partition", "classes": 12}, r"head.classes=12 .* 11 words"),
+        (
+            {"name": "mixtape", "components": 4, "frequent": 11},
+            r"head.frequent=11 .* 11",
+        ),
+    ],
+    ids=["partition", "mixtape"],
+)
+def test_a_head_that_does_not_fit_the_words_writes_nothing(head, message, tmp_path):
+    fields = {f"head__{name}": value for name, value in head.items()}
+    with pytest.raises(ValueError, match=message):
+        loop.run(tiny.make_config(**fields), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_heads_answer_what_models_and_planners_ask():
     answers = {
         repr(head): (head.contexts, head.products, head.projects, head.is_linear)
