@@ -30,6 +30,7 @@ def make_config(head="mos", backbone="window", **regularise):
         "knots": 13,
         "rank": WIDTH,
         "classes": 3,
+        "frequent": 3,
     }.items():
         if name in heads.settings(head):
             setattr(config.head, name, value)

@@ -248,7 +248,7 @@ CASES = {
 }
 NAMES = tuple(CASES)
 # One of each kind of activation and of mixture, where the head's own file is no factor.
-FEW = ("softmax", "moss", "plif_mixed", "moc", "mixtape")
+FEW = ("softmax", "moss", "plif_mixed", "moc")
 
 
 @functools.cache

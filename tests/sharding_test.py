@@ -37,8 +37,6 @@ def make_config(
     config.head.name, config.head.components = head, None if single else 3
     if head == "plif":
         config.head.knots = 50
-    if head == "partition":
-        config.head.classes = 2
     if head == "mixtape":
         config.head.components, config.head.frequent = 4, 9
     sizes, rates = config.model, config.regularise
@@ -99,8 +97,8 @@ CURVES = [
     *(("softmax", "transformer", (4, 2)), ("softmax", "transformer", (1, 8))),
 ]
 # One of each kind: averaged contexts, a fixed and a learned activation, no mixture,
-# words in classes, words with gates of their own.
-OTHER_HEADS = ["moc", "moss", "plif", "lowrank", "partition", "mixtape"]
+# words in pieces, words with gates of their own.
+OTHER_HEADS = ["moc", "moss", "plif", "lowrank", "mixtape"]
 
 
 @pytest.mark.slow

@@ -221,7 +221,7 @@ def test_top_k_is_the_head_of_the_sorted_log_probs(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*FEW, "partition_mixed"])
+@pytest.mark.parametrize("name", [*FEW, "partition_mixed", "mixtape"])
 def test_samples_follow_the_probabilities(name):
     draws = 3_000
     inputs = oracle.make_inputs(name, scale=0.5)

@@ -59,7 +59,7 @@ def whole_loss(activation, *arrays):
 
 
 @pytest.mark.parametrize("implementation", ["blocked", "reference"])
-@pytest.mark.parametrize("budget", [1, 800, 2**30])
+@pytest.mark.parametrize("budget", [800, 2**30])
 @pytest.mark.parametrize("activation", [SOFTMAX, SIGSOFTMAX, LEARNED])
 def test_a_loss_in_pieces_is_the_loss_of_the_whole(
     implementation, budget, activation, float64
