@@ -97,7 +97,7 @@ CURVES = [
     *(("softmax", "transformer", (4, 2)), ("softmax", "transformer", (1, 8))),
 ]
 # One of each kind: averaged contexts, a fixed and a learned activation, no mixture,
-# words in pieces, words with gates of their own.
+# words in two pieces.
 OTHER_HEADS = ["moc", "moss", "plif", "lowrank", "mixtape"]
 
 

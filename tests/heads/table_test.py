@@ -120,11 +120,12 @@ def test_a_run_whose_head_is_refused_writes_nothing(tmp_path):
     ],
     ids=["partition", "mixtape"],
 )
-def test_a_head_that_does_not_fit_the_words_writes_nothing(head, message, tmp_path):
+def test_a_head_that_does_not_fit_the_words_writes_no_settings(head, message, tmp_path):
     fields = {f"head__{name}": value for name, value in head.items()}
     with pytest.raises(ValueError, match=message):
         loop.run(tiny.make_config(**fields), tmp_path / "run")
-    assert not (tmp_path / "run").exists()
+    # With others the same folder can be started.
+    assert not (tmp_path / "run" / "config.json").exists()
 
 
 def test_heads_answer_what_models_and_planners_ask():
