@@ -116,6 +116,7 @@ class MixtureOfSoftmaxes(Mixed):
         return Mixture(log_prior_Tk, context_TkE)
 
 
+@base.factory
 def mos(
     components: int,
     context: str = contexts.DEFAULT,

@@ -82,6 +82,7 @@ class Partition(contexts.Projecting):
         return self.components
 
 
+@base.factory
 def partition(
     classes: int, components: int = 1, context: str = contexts.DEFAULT
 ) -> Partition:
