@@ -14,7 +14,7 @@ import abc
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ClassVar, ParamSpec, TypeVar
 
 import jax
@@ -97,6 +97,16 @@ class Head(abc.ABC):
         """Whether the contexts are projections of the state, whose width is free."""
         return False
 
+    @property
+    def layers(self) -> int:
+        """How many of the last layers have their states in what the head reads."""
+        return 1
+
+    @property
+    def positions(self) -> int:
+        """How many positions have, the token's own and those just before it."""
+        return 1
+
     def check_widths(self, hidden_dim: int, context_dim: int) -> None:
         """Raise ValueError unless such a state and such a table go together."""
         if not self.projects and hidden_dim != context_dim:
@@ -115,7 +125,8 @@ class Head(abc.ABC):
 
         Args:
             key: of jax.random.
-            hidden_dim: D, width of the states.
+            hidden_dim: D, width of the states: where the head reads several, of all of
+                them side by side, which then are equally wide.
             context_dim: E, width of the vocabulary table.
 
         Returns:
@@ -124,6 +135,22 @@ class Head(abc.ABC):
         Raises:
             ValueError: if the widths do not go together.
         """
+
+    def init_wide(
+        self, key: jax.Array, hidden_dims: Sequence[int], context_dim: int
+    ) -> Params:
+        """`init`, for states that are side by side in what the head reads.
+
+        Args:
+            key: of jax.random.
+            hidden_dims: their widths: for the token's own position and each before it,
+                those of the last layer and of each below.
+            context_dim: E, width of the vocabulary table.
+
+        Raises:
+            ValueError: as `init`; or unless there is a width for each state.
+        """
+        return self.init(key, sum(hidden_dims), context_dim)
 
     @abc.abstractmethod
     def mix(
@@ -139,6 +166,15 @@ class Head(abc.ABC):
         Returns:
             log_prior_TK, which sum to 1 as probabilities, and context_TKE.
         """
+
+    def log_prior(self, params: Params, hidden_TD: jax.Array) -> jax.Array:
+        """Log-weights of the components in every token, [T, K], active or not.
+
+        Args:
+            params: of `init`.
+            hidden_TD: the states.
+        """
+        return self.mix(params, hidden_TD).log_prior_TK
 
     def activation(self, params: Params) -> Activation:
         """The log-activation g; the identity unless a head has another.
@@ -442,10 +478,18 @@ def masked(context_TKE: jax.Array, latent_mask: jax.Array | None) -> jax.Array:
     )
 
 
-def uniform(key: jax.Array, shape: tuple[int, ...], fan_in: int) -> jax.Array:
+def uniform(key: jax.Array, shape: tuple[int, ...], fan_in: float) -> jax.Array:
     """Uniform in plus or minus 1/sqrt(fan_in), as PyTorch's Linear starts."""
     bound = fan_in**-0.5
     return jax.random.uniform(key, shape, minval=-bound, maxval=bound)
+
+
+def check_classes(classes: int, words: int) -> None:
+    """Raise ValueError unless every class has a word."""
+    if classes > words:
+        raise ValueError(
+            f"classes={classes} are more than the vocabulary's {words} words."
+        )
 
 
 def positive_integer(name: str, value: int) -> int:

@@ -135,6 +135,9 @@ VALUES = {
     "mixtape(components=2, context='tanh', frequent=9, gate_dim=3)": lambda: (
         softbottle.mixtape(2, "tanh", frequent=9, gate_dim=np.int64(3))
     ),
+    "doc(components=3, lower=2)": lambda: softbottle.doc(3, 2),
+    "mfs(components=3)": softbottle.mfs,
+    "mfs(components=2, positions=1)": lambda: softbottle.mfs(2, positions=1),
     "partition(classes=4, components=3)": lambda: softbottle.partition(4, 3),
 }
 
