@@ -20,7 +20,10 @@ import softbottle
 from tests import ROOT
 
 CORE = ("jax", "jaxlib", "ml_dtypes", "numpy", "opt_einsum", "scipy")
-EXTRAS = {"train", "data", "analysis", "gguf", "hf", "tensorboard", "tensorflow"}
+EXTRAS = {
+    *("train", "data", "analysis", "gguf", "hf", "tensorboard", "tensorflow"),
+    "docs",
+}
 SCRIPTS = sorted((ROOT / "launch").glob("*.py"))
 
 
@@ -226,3 +229,11 @@ def test_the_version_has_one_source(wheel):
     settings.read(ROOT / "setup.cfg")
     assert settings["metadata"]["version"] == "attr: softbottle.__version__"
     assert wheel.name.split("-")[1] == softbottle.__version__
+
+
+def test_the_changelog_begins_with_this_version_in_the_usual_sections():
+    text = (ROOT / "CHANGELOG.md").read_text()
+    newest, *_ = re.findall(r"^## (\S+)", text, re.MULTILINE)
+    assert newest == softbottle.__version__
+    usual = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
+    assert set(re.findall(r"^### (.*)$", text, re.MULTILINE)) <= usual
