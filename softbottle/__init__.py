@@ -37,7 +37,7 @@ from softbottle.heads import (
 )
 from softbottle.ops import Options
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Cached",
