@@ -20,6 +20,7 @@ from typing import ClassVar, ParamSpec, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType
 
 from softbottle.heads.predictions import OfMixture, Predictions, States
 from softbottle.ops.mixture import likelihood
@@ -425,6 +426,7 @@ class Head(abc.ABC):
         params, table_VE, bias_V = output
         _check_states(params, hidden_TD)
         check_range(params=params, hidden_TD=hidden_TD)
+        _check_mesh(params=params, table_VE=table_VE, hidden_TD=hidden_TD)
         states = States(hidden_TD, latent_mask, key)
         return self.predictions(
             params, Vocabulary.of(table_VE, bias_V), states, options
@@ -444,6 +446,21 @@ def _check_states(params, hidden_TD):
                 f"hidden_TD is {width} wide, but the head's parameters are of states "
                 f"{len(array)} wide: {name} has the shape {array.shape}."
             )
+
+
+def _check_mesh(**trees):
+    """Raise ValueError if an array is split over axes of an Explicit mesh."""
+    for name, tree in trees.items():
+        for leaf in jax.tree.leaves(tree):
+            sharding = jax.typeof(leaf).sharding
+            # Inside `auto_axes` and `shard_map` no axis is Explicit.
+            if any(sharding.spec) and AxisType.Explicit in sharding.mesh.axis_types:
+                raise ValueError(
+                    f"{name} is split over axes of an Explicit mesh, {sharding.spec}: "
+                    "under jax.set_mesh(mesh) wrap the function that calls the head, "
+                    "jax.sharding.auto_axes(function, out_sharding=P()) for a loss; or "
+                    "give jax.make_mesh axis_types=(jax.sharding.AxisType.Auto, ...)."
+                )
 
 
 def factory(make: Callable[P, H]) -> Callable[P, H]:
