@@ -1,0 +1,32 @@
+import pytest
+
+from softbottle.cli import configs
+from tests import ROOT, commands
+
+
+def test_a_name_stands_for_the_file_of_the_checkout():
+    path = ROOT / "configs" / "ptb.py"
+    assert configs.files()["ptb"] == path
+    assert configs.resolve("ptb:mos,finetune") == f"{path}:mos,finetune"
+    assert configs.resolve("ptb") == str(path)
+
+
+def test_a_file_is_taken_before_a_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ptb").write_text("")
+    assert configs.resolve("ptb:mos") == "ptb:mos"
+
+
+@pytest.mark.parametrize("value", ["nothing", "configs/nothing.py:mos", ""])
+def test_what_is_not_there_is_answered_with_what_is(value):
+    file = value.partition(":")[0]
+    told = f"no file {file!r} here, .* lm1b, ptb, quickstart, templates"
+    with pytest.raises(ValueError, match=told):
+        configs.resolve(value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flag", ["--config=wt2:sofmax", "--config|wt2:sofmax"])
+def test_a_command_takes_a_name_whose_file_imports_its_neighbour(flag):
+    answer = commands.finish(commands.start("train", *flag.split("|")))
+    assert answer.code == 2 and "'sofmax' is not HEAD[,STAGE]" in answer.errors
