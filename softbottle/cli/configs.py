@@ -1,13 +1,17 @@
-"""The config files that come with softbottle, by name: `--config ptb:mos`.
+"""What --config may be beside a file: `ptb:mos`, `runs/ptb-mos/config.json`.
 
-In a checkout they are the files of configs/. The wheel carries the same files as data,
-under share/softbottle/configs of the environment that it is installed in.
+The first names a file that comes with softbottle. In a checkout these are the files of
+configs/. The wheel carries the same files as data, under share/softbottle/configs of
+the environment that it is installed in. The second has the settings of a run.
 """
 
 import importlib.metadata
 import pathlib
 
 import softbottle
+
+RUN = "config.json"  # of a run, in its folder
+_STORED = pathlib.Path(__file__).with_name("stored.py")
 
 
 def files() -> dict[str, pathlib.Path]:
@@ -26,14 +30,15 @@ def files() -> dict[str, pathlib.Path]:
 
 
 def resolve(value: str) -> str:
-    """The value of --config with the path of its file: `ptb:mos` has that of ptb.py.
+    """The value of --config as a config file: `ptb:mos` with the path of ptb.py.
 
     Raises:
         ValueError: if there is no such file, naming those that come with softbottle.
     """
     file, colon, argument = value.partition(":")
-    if pathlib.Path(file).is_file():
-        return value
+    path = pathlib.Path(file)
+    if path.is_file():
+        return f"{_STORED}:{file}" if path.name == RUN else value
     known = files()
     if file in known:
         return f"{known[file]}{colon}{argument}"

@@ -1,7 +1,8 @@
 """How a command begins and ends.
 
     2     what a user can mend: a flag, a setting, a file, a missing package
-    1     a run that failed by itself: a full disk, a loss that is not finite
+    1     a run that failed by itself: a full disk, a lack of memory, a loss that is
+          not finite
     130   interrupted
 
 are its exit statuses. Each of these errors is printed as one line on stderr;
@@ -37,6 +38,7 @@ if _missing := [
     )
     sys.exit(2)
 
+import jax
 from absl import app, flags, logging
 from ml_collections import config_flags
 
@@ -55,6 +57,10 @@ TRACEBACK = flags.DEFINE_bool(
 flags.disclaim_key_flags()
 _OF_THE_RUN = (CheckpointError, NonFiniteLossError, WriteError)
 _OF_THE_USER = (ValueError, OSError, ImportError, app.UsageError, flags.Error)
+_OUT_OF_MEMORY = (
+    "the device's memory is too small. Take fewer rows at a time (data.rows, or in "
+    "training a larger optim.accumulate)."
+)
 # Modules that are imported only when a corpus asks for them, and their extra. A text
 # that is encoded already needs no pyarrow.
 _EXTRAS = {
@@ -68,8 +74,9 @@ def define_config(about: str = "") -> flags.FlagHolder[config_lib.Config]:
     """The flag --config; `about` says which configs, if not all, a command takes."""
     return config_flags.DEFINE_config_file(
         "config",
-        help_string="A Python file, or the name of one that comes with softbottle "
-        f"({', '.join(configs.files())}){about}; FILE:ARGUMENT picks a variant.",
+        help_string="A Python file, the name of one that comes with softbottle "
+        f"({', '.join(configs.files())}), or a run's config.json{about}; "
+        "FILE:ARGUMENT picks a variant.",
     )
 
 
@@ -149,6 +156,10 @@ def _with_one_line_errors(function):
             _exit(_line(error), FAILED)
         except _OF_THE_USER as error:
             _exit(_line(error), REFUSED)
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            _exit(f"{_line(error)[:300]}; {_OUT_OF_MEMORY}", FAILED)
 
     return call
 

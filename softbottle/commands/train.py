@@ -3,19 +3,22 @@
     softbottle train --config quickstart
     softbottle train --config ptb:mos --config.data.path=data/ptb --workdir runs/mine
     softbottle train --config my/own.py --config.train.steps=1000
+    softbottle train --config runs/mine/config.json
     softbottle train --config lm1b:mos --config.mesh.data=none --distributed
 
-Started again with the same --workdir, a run resumes from its newest checkpoint. Ctrl-C
-and SIGTERM save one and leave. With --distributed it uses every device of every
-process: on TPU pods, under Slurm and under mpirun jax finds the others by itself;
-elsewhere --coordinator, --processes and --process say who is who. --workdir must then
-be a folder that all of them share.
+Started again with the same --workdir, or with its config.json, a run resumes from its
+newest checkpoint. Ctrl-C and SIGTERM save one and leave. With --distributed it uses
+every device of every process: on TPU pods, under Slurm and under mpirun jax finds the
+others by itself; elsewhere --coordinator, --processes and --process say who is who.
+--workdir must then be a folder that all of them share.
 """
 
 import pathlib
 
+import jax
+
 from softbottle import distributed
-from softbottle.cli import program
+from softbottle.cli import configs, program
 from softbottle.cli.program import app, flags
 from softbottle.experiments import trial
 
@@ -57,12 +60,18 @@ def main() -> int:
         distributed.initialize(*explicit, HEARTBEAT.value)
     elif any(value is not None for value in explicit):
         raise app.UsageError("--coordinator and its kin need --distributed")
-    summary = trial.run(CONFIG.value, WORKDIR.value or _default_workdir())
-    return 0 if summary else STOPPED_STATUS.value
+    workdir = pathlib.Path(WORKDIR.value or _default_workdir())
+    if not trial.run(CONFIG.value, workdir):
+        return STOPPED_STATUS.value
+    if jax.process_index() == 0:
+        print(f"{workdir / 'README.txt'} says what is there and what to do next.")
+    return 0
 
 
 def _default_workdir():
-    """runs/ptb-mos-finetune for configs/ptb.py:mos,finetune."""
+    """runs/ptb-mos-finetune for ptb:mos,finetune; a run's own for its config.json."""
     file, _, argument = flags.FLAGS["config"].config_filename.partition(":")
+    if pathlib.Path(argument).name == configs.RUN:
+        return pathlib.Path(argument).parent
     parts = [pathlib.Path(file).stem, *filter(None, argument.split(","))]
     return pathlib.Path("runs", "-".join(parts))
