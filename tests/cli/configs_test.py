@@ -1,7 +1,11 @@
+import runpy
+
 import pytest
 
 from softbottle.cli import configs
-from tests import ROOT, commands
+from softbottle.config import to_dict
+from softbottle.training import state
+from tests import ROOT, commands, tiny
 
 
 def test_a_name_stands_for_the_file_of_the_checkout():
@@ -15,6 +19,18 @@ def test_a_file_is_taken_before_a_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "ptb").write_text("")
     assert configs.resolve("ptb:mos") == "ptb:mos"
+
+
+def test_the_settings_of_a_run_are_a_config(tmp_path):
+    workdir = tmp_path / "run"
+    config = tiny.make_config(model__hidden_dim=6)
+    state.write_run(workdir, config, tiny.make_words(5))
+    file, _, path = configs.resolve(f"{workdir}/config.json").partition(":")
+    get_config = runpy.run_path(file)["get_config"]
+    assert to_dict(get_config(path)) == to_dict(config)
+    (workdir / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config\.json is damaged"):
+        get_config(path)
 
 
 @pytest.mark.parametrize("value", ["nothing", "configs/nothing.py:mos", ""])

@@ -590,7 +590,9 @@ class Launched:
     def __init__(self, config_file, workdir):
         self.workdir = workdir
         self.log = workdir.with_suffix(".log")
-        flags = ("--config", config_file, "--workdir", workdir)
+        flags = ["--config", config_file]
+        if config_file.parent != workdir:
+            flags += ["--workdir", workdir]
         self.program = commands.start("train.py", *flags, log=self.log)
         self.process = self.program.process
 
@@ -640,7 +642,7 @@ def test_a_run_that_was_stopped_and_then_killed_ends_like_an_undisturbed_one(tmp
     killed.process.kill()
     killed.end(expected=-signal.SIGKILL)
     assert not (workdir / "summary.json").exists()
-    Launched(config_file, workdir).end()
+    Launched(workdir / "config.json", workdir).end()
     pair.sort(key=lambda launched: launched.program.wait())
     undisturbed, refused = pair
     undisturbed.end()
