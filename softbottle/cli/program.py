@@ -167,6 +167,8 @@ def _with_one_line_errors(function):
 def _line(error):
     """An error as one line; ml_collections puts the cause into the last of several."""
     text = str(error).strip()
+    if needed := re.search(r"Flag (--\S+) must have a value other than None", text):
+        return f"{needed[1]} is needed: {sys.argv[0]} --help has examples"
     if isinstance(error, app.UsageError | flags.Error):
         return text.splitlines()[-1].strip() if text else "the flags are wrong"
     if isinstance(error, ModuleNotFoundError) and error.name in _EXTRAS:

@@ -102,6 +102,12 @@ def test_a_command_takes_the_rest_of_the_line(monkeypatch):
     assert called == [("export", ["softbottle export", "--read"])]
 
 
+def test_every_command_is_documented():
+    page = (ROOT / "docs" / "recipes.md").read_text()
+    documented = re.findall(r"^\| `softbottle (\w+)` \|", page, re.MULTILINE)
+    assert documented == [*cli.COMMANDS]
+
+
 def test_every_command_has_a_file_of_launch_and_no_other_is_there(monkeypatch):
     called = []
     monkeypatch.setattr(cli, "run", called.append)

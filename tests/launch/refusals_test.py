@@ -20,6 +20,7 @@ COMMANDS = {
     "temperature": ("generate.py", "--temperature=0"),
     "no run": ("evaluate.py",),
     "no prompt": ("generate.py",),
+    "no folder": ("export.py",),
     "shown": ("evaluate.py", "--traceback"),
     "value": ("train.py", "--config", QUICKSTART, "--config.optim.name=sgdd"),
 }
@@ -58,6 +59,7 @@ REASONS = {
     "arm": "no arm is called 'mos-7'; there are softmax, softmax-half, ",
     "no run": "no-run holds no run: there is no config.json in it",
     "no prompt": "no-prompt holds no run",
+    "no folder": "--folder is needed: launch/export.py --help has examples",
 }
 
 
