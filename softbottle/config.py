@@ -82,6 +82,8 @@ class Head(Section):
 
     From `components` on a setting belongs to the heads that have a field of its name
     (heads/); None is the head's own default, and all a head without that field takes.
+    The words that mixtape takes for frequent are the first of the vocabulary, which
+    `data.vocab_size` sorts by frequency.
     """
 
     name: str = "mos"  # kind

@@ -125,11 +125,8 @@ def run(script: str, *arguments: Any) -> str:
 
 def start_fresh(script: str, *arguments: Any) -> subprocess.Popen:
     """A program under way in an interpreter of its own."""
-    program = [f"launch/{script}"]
-    if not script.endswith(".py"):
-        program = ["-m", "softbottle", script]
     return subprocess.Popen(
-        [sys.executable, *program, *map(str, arguments)],
+        [sys.executable, f"launch/{script}", *map(str, arguments)],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
         stdout=subprocess.PIPE,

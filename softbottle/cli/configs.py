@@ -10,7 +10,7 @@ import pathlib
 
 import softbottle
 
-RUN = "config.json"  # of a run, in its folder
+_RUN = "config.json"  # of a run, in its folder
 _STORED = pathlib.Path(__file__).with_name("stored.py")
 
 
@@ -38,7 +38,7 @@ def resolve(value: str) -> str:
     file, colon, argument = value.partition(":")
     path = pathlib.Path(file)
     if path.is_file():
-        return f"{_STORED}:{file}" if path.name == RUN else value
+        return f"{_STORED}:{file}" if path.name == _RUN else value
     known = files()
     if file in known:
         return f"{known[file]}{colon}{argument}"
@@ -46,3 +46,9 @@ def resolve(value: str) -> str:
         f"--config: there is no file {file!r} here, and softbottle's own configs are "
         f"{', '.join(known)} (as in --config quickstart:mos)."
     )
+
+
+def run_folder(value: str) -> pathlib.Path | None:
+    """The folder of the run whose settings a resolved value stands for, if it does."""
+    file, _, argument = value.partition(":")
+    return pathlib.Path(argument).parent if file == str(_STORED) else None

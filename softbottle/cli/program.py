@@ -138,9 +138,10 @@ def _with_config_file(arguments):
         place, start = (place, f"{flag}=") if equals else (place + 1, "")
         file = configs.resolve(file if equals else words[place])
         words[place] = start + file
-        # `from configs import ptb`, wherever the folder is.
-        folder = pathlib.Path(file.partition(":")[0]).resolve().parents[1]
-        sys.path.append(str(folder))
+        if configs.run_folder(file) is None:
+            # `from configs import ptb`, wherever the folder is.
+            folder = pathlib.Path(file.partition(":")[0]).resolve().parents[1]
+            sys.path.append(str(folder))
     return words
 
 

@@ -70,8 +70,9 @@ def main() -> int:
 
 def _default_workdir():
     """runs/ptb-mos-finetune for ptb:mos,finetune; a run's own for its config.json."""
-    file, _, argument = flags.FLAGS["config"].config_filename.partition(":")
-    if pathlib.Path(argument).name == configs.RUN:
-        return pathlib.Path(argument).parent
+    value = flags.FLAGS["config"].config_filename
+    if (folder := configs.run_folder(value)) is not None:
+        return folder
+    file, _, argument = value.partition(":")
     parts = [pathlib.Path(file).stem, *filter(None, argument.split(","))]
     return pathlib.Path("runs", "-".join(parts))

@@ -25,7 +25,10 @@ def test_the_settings_of_a_run_are_a_config(tmp_path):
     workdir = tmp_path / "run"
     config = tiny.make_config(model__hidden_dim=6)
     state.write_run(workdir, config, tiny.make_words(5))
-    file, _, path = configs.resolve(f"{workdir}/config.json").partition(":")
+    value = configs.resolve(f"{workdir}/config.json")
+    assert configs.run_folder(value) == workdir
+    assert configs.run_folder(configs.resolve("ptb:mos")) is None
+    file, _, path = value.partition(":")
     get_config = runpy.run_path(file)["get_config"]
     assert to_dict(get_config(path)) == to_dict(config)
     (workdir / "config.json").write_text("{")
