@@ -15,7 +15,9 @@ if typing.TYPE_CHECKING:
     from softbottle import ops
     from softbottle.heads.base import Head, Mixture
     from softbottle.heads.cache import Cached, Memory, cached, given, history
+    from softbottle.heads.doc import doc
     from softbottle.heads.lowrank import lowrank
+    from softbottle.heads.mfs import mfs
     from softbottle.heads.mixtape import mixtape
     from softbottle.heads.moc import moc
     from softbottle.heads.mos import mos
@@ -27,7 +29,7 @@ if typing.TYPE_CHECKING:
     from softbottle.heads.start import log_frequencies
     from softbottle.ops import Options
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Cached",
@@ -36,11 +38,13 @@ __all__ = [
     "Mixture",
     "Options",
     "cached",
+    "doc",
     "given",
     "gss",
     "history",
     "log_frequencies",
     "lowrank",
+    "mfs",
     "mixtape",
     "moc",
     "mos",

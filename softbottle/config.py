@@ -30,8 +30,8 @@ AVERAGING = ("none", "nt", "et", "now")
 DTYPES = ("float32", "bfloat16")
 BIASES = ("zero", "frequency")
 # Version of the settings' meaning, stored with them. 0 had 0 and "" for "not set"; in 0
-# and 1 every mixture had tanh contexts.
-FORMAT = 2
+# and 1 every mixture had tanh contexts; in 2 the other kinds read a longer direction.
+FORMAT = 3
 
 
 @dataclasses.dataclass
@@ -93,7 +93,10 @@ class Head(Section):
     context: str | None = None  # of a mixture: residual, linear or tanh
     active: int | None = positive(None)  # mos, moss: components per token
     draw: bool | None = None  # mos, moss: one of the active components, in training
-    classes: int | None = positive(None)  # partition: classes of words, v mod this
+    classes: int | None = positive(None)  # partition, mfs: classes of words, v mod this
+    lower: int | None = positive(None)  # doc: components that read the layer below
+    layers: int | None = positive(None)  # mfs: how many of the last ones are read
+    positions: int | None = positive(None)  # mfs: the token's own and those before it
     frequent: int | None = positive(None)  # mixtape: words with gates of their own
     gate_dim: int | None = positive(None)  # mixtape: width of the gates' features
     center: float | None = None  # gss: where g bends
@@ -127,7 +130,7 @@ class Model(Section):
 
 @dataclasses.dataclass
 class Regularise(Section):
-    """Dropout rates, and the penalties AR and TAR.
+    """Dropout rates and penalties.
 
     Locked is variational dropout: one mask per row, the same at every position.
     """
@@ -140,6 +143,8 @@ class Regularise(Section):
     recurrent: float = within(0.0, 0, BELOW_ONE)  # DropConnect (wdrop)
     activation: float = within(0.0, 0)  # AR, on the dropped last output (alpha)
     slowness: float = within(0.0, 0)  # TAR, on the raw last output (beta)
+    # squared coefficient of variation of a mixture's weights, summed over the batch
+    balance: float = within(0.0, 0)
 
 
 @dataclasses.dataclass
@@ -239,8 +244,8 @@ def from_dict(values: Mapping[str, Any]) -> Config:
     """The inverse of `to_dict`; also reads what earlier versions wrote.
 
     Raises:
-        ValueError: for a field that does not exist, a value of another type, or a
-            format of a later version.
+        ValueError: for a field that does not exist, a value of another type, a format
+            of a later version, or a head whose contexts are made otherwise since then.
     """
     values = dict(values)
     version = values.pop("format", 0)
@@ -255,8 +260,16 @@ def from_dict(values: Mapping[str, Any]) -> Config:
     except AttributeError as error:
         raise ValueError(str(error)) from error
     head = config.head
-    if version < 2 and (head.components or head.name in ("mos", "moc", "moss")):
+    mixtures = ("mos", "moc", "moss", "partition", "mixtape")
+    mixes = head.components or head.name in mixtures
+    if version < 2 and mixes:
         head.context = "tanh"
+    if version == 2 and mixes and head.context != "tanh":
+        raise ValueError(
+            f"the settings are of format 2, whose {head.context or 'residual'} "
+            f"contexts read h / |h|; from format {FORMAT} on they read h / (4 |h|). "
+            "The run has to be trained again."
+        )
     return config
 
 

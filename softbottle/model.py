@@ -24,9 +24,8 @@ from jax.sharding import PartitionSpec as P
 
 from softbottle import config as config_lib
 from softbottle import heads, sharding
-from softbottle.backbones import dropout
+from softbottle.backbones import check_layers, dropout, read_widths
 from softbottle.backbones import make as make_backbone
-from softbottle.backbones.awd_lstm import AwdLstm
 from softbottle.data.batches import Batch
 from softbottle.heads import cache
 from softbottle.ops import device as device_lib
@@ -103,8 +102,14 @@ class Model:
 
     @functools.cached_property
     def backbone(self) -> Any:
-        """The linen module between the embedded words and the head."""
-        return make_backbone(self.config, self.device)
+        """What is between the embedded words and the head; see backbones.make."""
+        head = self.head
+        return make_backbone(self.config, self.device, head.layers, head.positions)
+
+    @property
+    def hidden_dims(self) -> tuple[int, ...]:
+        """The widths of the states that the head reads side by side."""
+        return read_widths(self.config, self.head.layers, self.head.positions)
 
     @functools.cached_property
     def options(self) -> Options:
@@ -134,12 +139,9 @@ class Model:
             mixture, g = self.head.mix(params, hidden_TD), self.head.activation(params)
             found.append(api.choice(mixture.context_TKE, table_VE, g, self.options))
 
-        model = self.config.model
-        hidden_TD = shape((tokens, model.last_dim), model.compute_dtype)
-        jax.eval_shape(look, output[0], hidden_TD)
-        recurrence = None
-        if isinstance(self.backbone, AwdLstm):
-            recurrence = self.backbone.recurrence(rows)
+        width, dtype = sum(self.hidden_dims), self.config.model.compute_dtype
+        jax.eval_shape(look, output[0], shape((tokens, width), dtype))
+        recurrence = self.backbone.recurrence(rows)
         (chosen,) = found
         return Choices(chosen.implementation, chosen.block_tokens, recurrence)
 
@@ -164,7 +166,7 @@ class Model:
                 jnp.ones((1, 1), jnp.int32),
                 train=False,
             ).get("params", {}),
-            "head": self.head.init(head_key, model.last_dim, width),
+            "head": self.head.init_wide(head_key, self.hidden_dims, width),
         }
         if not model.tied:
             params["output_VE"] = table(output_key, width)
@@ -204,6 +206,10 @@ class Model:
             batch.weights_BS,
         )
         penalty = _penalty(self.config.regularise, states, batch.weights_BS)
+        if self.config.regularise.balance:
+            penalty += self.config.regularise.balance * self._unevenness(
+                output[0], states.hidden_BSD, batch.weights_BS
+            )
         if cache_config.objective == "plain":
             if self.head.draws:
                 keywords["key"] = jax.random.fold_in(latent_key, 1)
@@ -281,6 +287,14 @@ class Model:
         mask_V = dropout.elements(keys[0], rate, len(table_VE))
         return embedded_BSE * mask_V[ids_BS][:, :, None]
 
+    def _unevenness(self, params, hidden_BSD, weights_BS):
+        """The squared coefficient of variation of the components' summed weights."""
+        hidden_TD, weights_T = _flat(hidden_BSD), _flat(weights_BS)
+        hidden_TD = jnp.where(weights_T[:, None] != 0, hidden_TD, 0)
+        prior_TK = jnp.exp(self.head.log_prior(params, hidden_TD))
+        share_K = jnp.einsum("t,tk->k", weights_T, prior_TK)
+        return jnp.var(share_K) / jnp.maximum(jnp.square(jnp.mean(share_K)), 1e-12)
+
     def _latent_mask(self, key, shape):
         """A locked mask of the contexts, [T, K, E]: one per row, shared over time."""
         rate = self.config.regularise.latent
@@ -300,9 +314,10 @@ def make_head(config: config_lib.Config) -> heads.Head:
 
     Raises:
         ValueError: if `config.head` has a setting that is not the head's or out of its
-            range, or the widths of `config.model` do not go with the head.
+            range, or the widths or layers of `config.model` do not go with the head.
     """
     head, width = heads.from_config(config.head), config_lib.context_dim(config)
+    check_layers(config, head.layers)
     try:
         head.check_widths(config.model.last_dim, width)
     except ValueError as error:

@@ -136,7 +136,7 @@ def test_what_earlier_versions_wrote_for_not_set_is_not_set():
     del stored["format"]
     stored["head"] |= {"components": 1, "center": 0.0, "slope": 1.0, "span": 20.0}
     stored["head"] |= {"knots": 100_000, "rank": 0, "budget_mib": 0}
-    for name in ("cap", "context", "active", "draw", "classes"):
+    for name in ("cap", "context", "active", "draw", "classes", "lower", "layers"):
         del stored["head"][name]
     config = Config()
     config.head.context = "tanh"
@@ -153,6 +153,16 @@ def test_mixtures_of_earlier_versions_have_tanh_contexts(name, components, conte
     del stored["head"]["context"]
     stored["head"] |= {"name": name, "components": components}
     assert configs.from_dict(stored).head.context == context
+
+
+@pytest.mark.parametrize("name", ["mos", "partition", "mixtape"])
+def test_contexts_that_have_changed_since_are_not_read_as_others(name):
+    stored = configs.to_dict(Config()) | {"format": 2}
+    stored["head"] |= {"name": name}
+    with pytest.raises(ValueError, match=r"format 2, whose residual contexts read h /"):
+        configs.from_dict(stored)
+    stored["head"] |= {"context": "tanh"}
+    assert configs.from_dict(stored).head.context == "tanh"
 
 
 def test_rows_are_a_multiple_of_the_accumulated_parts():

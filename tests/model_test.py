@@ -31,6 +31,9 @@ def make_config(head="mos", backbone="window", **regularise):
         "rank": WIDTH,
         "classes": 3,
         "frequent": 3,
+        "lower": 2,
+        "layers": 2,
+        "positions": 2,
     }.items():
         if name in heads.settings(head):
             setattr(config.head, name, value)
@@ -93,6 +96,23 @@ def test_the_penalty_is_ar_on_the_states_plus_tar_on_their_steps(backbone):
     tar = (steps_BSD**2).sum() / (ROWS * (LENGTH - 1) * LAST)
     loss, _ = loss_of(model, params, batch)
     np.testing.assert_allclose(loss.penalty, 2 * ar + 3 * tar, **CLOSE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head", ["mos", "doc"])
+def test_an_uneven_use_of_the_components_is_punished(head):
+    model, params = make(make_config(head, "awd_lstm", balance=2.0))
+    batch = make_batch()
+    batch.weights_BS[0, :2] = 0
+    loss, _ = loss_of(model, params, batch)
+    hidden_BSD, _ = jax.jit(model.hidden)(params, batch, model.initial_carry(ROWS))
+    log_prior_TK, _ = model.head.mix(
+        params["head"], hidden_BSD.reshape(-1, hidden_BSD.shape[2])
+    )
+    share_K = batch.weights_BS.ravel() @ np.exp(np.asarray(log_prior_TK))
+    expected = 2 * (np.std(share_K) / np.mean(share_K)) ** 2
+    assert expected > 1e-4
+    np.testing.assert_allclose(loss.penalty, expected, rtol=1e-4)
 
 
 @pytest.mark.slow
@@ -258,9 +278,11 @@ def test_rows_that_are_no_words_change_neither_loss_nor_counts(tied):
     assert len(counts) == 1
 
 
+SEVERAL_LAYERS = ("doc", "mfs")
 FINITE = [
-    *((head, "window") for head in heads.HEADS),
+    *((head, "window") for head in heads.HEADS if head not in SEVERAL_LAYERS),
     *(("mos", "awd_lstm"), ("softmax", "transformer")),
+    *(("doc", "transformer"), ("mfs", "awd_lstm")),
 ]
 
 
@@ -268,7 +290,10 @@ FINITE = [
 @pytest.mark.parametrize("head, backbone", FINITE)
 def test_a_model_has_a_finite_gradient_in_every_parameter(head, backbone):
     config = make_config(head, backbone, output=0.2, latent=0.2)
-    config.model.layers = 1
+    config.model.layers = 2 if head in SEVERAL_LAYERS else 1
+    if head == "mfs":
+        # Its hidden layer has no gradient while the facets start at zero.
+        config.head.context = "tanh"
     model, params = make(config)
     batch, carry = make_batch(2, 3), model.initial_carry(2)
 
@@ -282,9 +307,19 @@ def test_a_model_has_a_finite_gradient_in_every_parameter(head, backbone):
     assert jnp.any(grads["table_VE"] != 0) and jnp.any(grads["bias_V"] != 0)
 
 
+@pytest.mark.parametrize("head", SEVERAL_LAYERS)
+def test_a_head_that_reads_more_layers_than_there_are_is_refused(head):
+    config = make_config(head, "awd_lstm")
+    config.model.layers = 1
+    with pytest.raises(ValueError, match="reads 2 layers.* has 1 .model.layers"):
+        models.make(configs.validate(config), VOCAB)
+
+
 @pytest.mark.parametrize("backbone", configs.BACKBONES)
 @pytest.mark.parametrize("head", heads.HEADS)
-def test_any_head_fits_any_backbone(head, backbone):
+def test_any_head_fits_any_backbone_that_has_its_layers(head, backbone):
+    if head in SEVERAL_LAYERS and backbone == "window":
+        pytest.skip("a window has one layer")
     config = make_config(head, backbone)
     if head in ("gss", "plif", "softcap"):
         config.head.components = None

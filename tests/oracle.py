@@ -7,6 +7,7 @@ tests/heads/contract_test.py checks them against central differences of the valu
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -29,10 +30,15 @@ class Case(NamedTuple):
     """A head, and how the oracle computes the same thing."""
 
     head: softbottle.Head
-    kind: str  # alone, projected, mixed, averaged, partitioned or gated
+    kind: str  # alone, projected, mixed, averaged, partitioned, gated or faceted
     positive: Callable  # (params, z) -> f(z) > 0
     slope: Callable  # (params, z) -> g'(z), g = log f
-    hidden_dim: int
+    hidden_dims: tuple[int, ...]  # of the states that are side by side
+
+    @property
+    def hidden_dim(self):
+        """The width of what the head reads."""
+        return sum(self.hidden_dims)
 
     @property
     def context(self):
@@ -68,27 +74,129 @@ class Parts(NamedTuple):
 
 
 def read(case, hidden_TD):
-    """What projections and prior read: the direction, or for tanh the state."""
+    """What projections and prior read: a direction, or for tanh the state."""
     if case.context in (None, "tanh"):
         return hidden_TD
-    return hidden_TD / np.sqrt((hidden_TD**2).sum(axis=1, keepdims=True) + 1e-12)
+    return hidden_TD / np.sqrt((hidden_TD**2).sum(axis=1, keepdims=True) + 1e-12) / 4
+
+
+def unread(case, hidden_TD, read_bar_TD):
+    """The gradient by a state from that by what is read of it."""
+    if case.context in (None, "tanh"):
+        return read_bar_TD
+    length_T1 = np.sqrt((hidden_TD**2).sum(axis=1, keepdims=True) + 1e-12)
+    read_TD = hidden_TD / length_T1
+    along_T1 = (read_TD * read_bar_TD).sum(axis=1, keepdims=True)
+    return (read_bar_TD - along_T1 * read_TD) / length_T1 / 4
+
+
+def gelu(z):
+    """z Phi(z) and its derivative, Phi of the normal distribution."""
+    below = (1 + np.vectorize(math.erf)(z / math.sqrt(2))) / 2
+    return z * below, below + z * np.exp(-(z**2) / 2) / math.sqrt(2 * math.pi)
+
+
+class Reading(NamedTuple):
+    """What a head reads, in terms of one state and the parameters of `mos`.
+
+    A head that reads several states is one that reads them side by side with parts of
+    its matrices zero.
+    """
+
+    state_TH: np.ndarray  # on the path past the projections
+    read_TD: np.ndarray
+    params: dict
+
+
+def reading(case, params, hidden_TD):
+    """How a case's head reads its states."""
+    if "lower_ILE" in params:
+        first, second = np.split(hidden_TD, [len(params["latent_HME"])], axis=1)
+        read_TD = np.concatenate([read(case, first), read(case, second)], axis=1)
+        (_, own, width), lower = params["latent_HME"].shape, params["lower_ILE"]
+        latent_DKE = np.zeros((read_TD.shape[1], own + lower.shape[1], width))
+        latent_DKE[: first.shape[1], :own] = params["latent_HME"]
+        latent_DKE[first.shape[1] :, own:] = lower
+        biases = (params["latent_bias_ME"], params["lower_bias_LE"])
+        prior_HK = params["prior_HK"]
+        none_IK = np.zeros((second.shape[1], prior_HK.shape[1]))
+        equal = {
+            "prior_DK": np.concatenate([prior_HK, none_IK]),
+            "latent_DKE": latent_DKE,
+            "latent_bias_KE": np.concatenate(biases),
+        }
+    elif "inner_DF" in params:
+        inner_TF = hidden_TD @ params["inner_DF"] + params["inner_bias_F"]
+        first = hidden_TD[:, : case.hidden_dims[0]]
+        query_TQ = np.concatenate([first, gelu(inner_TF)[0]], axis=1)
+        read_TD = read(case, query_TQ)
+        equal = {
+            "prior_DK": params["prior_QK"],
+            "latent_DKE": params["latent_QCE"],
+            "latent_bias_KE": params["latent_bias_CE"],
+        }
+    else:
+        return Reading(hidden_TD, read(case, hidden_TD), params)
+    if "project_HE" in params:
+        equal["project_DE"] = params["project_HE"]
+    return Reading(first, read_TD, equal)
+
+
+def reading_gradients(case, params, hidden_TD, bars, read_bar_TD, state_bar_TH):
+    """Gradients by the head's parameters and states, from those by a `Reading`."""
+    if "project_DE" in bars and "project_HE" in params:
+        bars["project_HE"] = bars.pop("project_DE")
+    if "lower_ILE" in params:
+        width, own = params["latent_HME"].shape[:2]
+        latent_DKE, bias_KE = bars.pop("latent_DKE"), bars.pop("latent_bias_KE")
+        bars |= {
+            "prior_HK": bars.pop("prior_DK")[:width],
+            "latent_HME": latent_DKE[:width, :own],
+            "latent_bias_ME": bias_KE[:own],
+            "lower_ILE": latent_DKE[width:, own:],
+            "lower_bias_LE": bias_KE[own:],
+        }
+        parts = zip(
+            np.split(hidden_TD, [width], axis=1),
+            np.split(read_bar_TD, [width], axis=1),
+            strict=True,
+        )
+        first, second = (unread(case, *part) for part in parts)
+        return bars, np.concatenate([first + state_bar_TH, second], axis=1)
+    if "inner_DF" in params:
+        width = case.hidden_dims[0]
+        inner_TF = hidden_TD @ params["inner_DF"] + params["inner_bias_F"]
+        value_TF, slope_TF = gelu(inner_TF)
+        query_TQ = np.concatenate([hidden_TD[:, :width], value_TF], axis=1)
+        first, second = np.split(unread(case, query_TQ, read_bar_TD), [width], axis=1)
+        inner_bar_TF = second * slope_TF
+        hidden_bar_TD = inner_bar_TF @ params["inner_DF"].T
+        hidden_bar_TD[:, :width] += first + state_bar_TH
+        bars |= {
+            "inner_DF": hidden_TD.T @ inner_bar_TF,
+            "inner_bias_F": inner_bar_TF.sum(axis=0),
+            "prior_QK": bars.pop("prior_DK"),
+            "latent_QCE": bars.pop("latent_DKE"),
+            "latent_bias_CE": bars.pop("latent_bias_KE"),
+        }
+        return bars, hidden_bar_TD
+    return bars, unread(case, hidden_TD, read_bar_TD) + state_bar_TH
 
 
 def mixture(name, params, hidden_TD, mask=None):
     """Prior and contexts of a case's head, and the steps to them."""
     case, bent_TKE = CASES[name], None
-    read_TD = read(case, hidden_TD)
+    state_TE, read_TD, own = reading(case, params, hidden_TD)
     prior_TK = np.ones((len(hidden_TD), 1))
-    if "prior_DK" in params:
-        weight_TK = np.exp(read_TD @ params["prior_DK"])
+    if "prior_DK" in own:
+        weight_TK = np.exp(read_TD @ own["prior_DK"])
         prior_TK = weight_TK / weight_TK.sum(axis=1, keepdims=True)
-    state_TE = hidden_TD
-    if "project_DE" in params:
-        state_TE = hidden_TD @ params["project_DE"]
+    if "project_DE" in own:
+        state_TE = state_TE @ own["project_DE"]
     context_TKE = state_TE[:, None]
-    if "latent_DKE" in params:
-        latent_TKE = np.einsum("td,dke->tke", read_TD, params["latent_DKE"])
-        latent_TKE = latent_TKE + params["latent_bias_KE"]
+    if "latent_DKE" in own:
+        latent_TKE = np.einsum("td,dke->tke", read_TD, own["latent_DKE"])
+        latent_TKE = latent_TKE + own["latent_bias_KE"]
         bent_TKE = latent_TKE if case.context == "linear" else np.tanh(latent_TKE)
         context_TKE = bent_TKE
         if case.context != "tanh":
@@ -106,6 +214,14 @@ def mixture(name, params, hidden_TD, mask=None):
     if case.kind == "partitioned":
         shape = (len(hidden_TD), case.head.classes, case.head.components, -1)
         return Parts(prior_TK, dropped_TKE.reshape(shape), *unchanged, None)
+    if case.kind == "faceted":
+        # Facets of the classes, then one for each component that all classes share.
+        count = case.head.classes
+        classes = [
+            np.concatenate([dropped_TKE[:, n : n + 1], dropped_TKE[:, count:]], axis=1)
+            for n in range(count)
+        ]
+        return Parts(prior_TK, np.stack(classes, axis=1), *unchanged, None)
     active_Tk = None
     if getattr(case.head, "active", None):
         active_Tk = np.argsort(-prior_TK, axis=1)[:, : case.head.active]
@@ -233,7 +349,16 @@ def _cases():
             "gated",
             *plain,
         ),
+        "doc": (softbottle.doc(2, 3), "mixed", *plain),
+        "doc_tanh": (softbottle.doc(2, 1, "tanh"), "mixed", *plain),
+        "mfs": (softbottle.mfs(layers=2, positions=2), "faceted", *plain),
     }
+
+
+def _widths(head, kind):
+    """Those of the states that a head reads; layers below the last are narrower."""
+    last = CONTEXT if kind == "alone" else HIDDEN
+    return (last, *(HIDDEN - 1,) * (head.layers - 1)) * head.positions
 
 
 CASES = {
@@ -242,7 +367,7 @@ CASES = {
         kind,
         positive,
         slope,
-        CONTEXT if kind == "alone" else HIDDEN,
+        _widths(head, kind),
     )
     for name, (head, kind, positive, slope) in _cases().items()
 }
@@ -260,7 +385,7 @@ def parameters(name, seed=0):
     case = CASES[name]
     # The same numbers whichever test asks first: draws in float64 are others.
     with jax.enable_x64(False):
-        params = case.head.init(jax.random.key(seed), case.hidden_dim, CONTEXT)
+        params = case.head.init_wide(jax.random.key(seed), case.hidden_dims, CONTEXT)
     rng = np.random.default_rng(seed)
 
     def moved(leaf):
@@ -407,6 +532,10 @@ def _mixture_gradients(
         chosen_TK = prior_TK
     if case.kind == "partitioned":
         context_bar_TKE = context_bar_TNKE.reshape(latent_TKE.shape)
+    if case.kind == "faceted":
+        shared_bar_TKE = context_bar_TNKE[:, :, 1:].sum(axis=1)
+        parts_bar = [context_bar_TNKE[:, :, 0], shared_bar_TKE]
+        context_bar_TKE = np.concatenate(parts_bar, axis=1)
     mean_T1 = (chosen_TK * prior_bar_TK).sum(axis=1, keepdims=True)
     score_bar_TK = chosen_TK * (prior_bar_TK - mean_T1)
     if parts.active_Tk is not None:
@@ -415,29 +544,26 @@ def _mixture_gradients(
         all_score_TK[place], all_bar_TKE[place] = score_bar_TK, context_bar_TKE
         score_bar_TK, context_bar_TKE = all_score_TK, all_bar_TKE
     context_bar_TKE = context_bar_TKE * mask_TKE
-    read_TD = read(case, hidden_TD)
-    bars, read_bar_TD = {}, read_bar_TD + np.zeros_like(hidden_TD)
-    if "prior_DK" in params:
+    state_TH, read_TD, own = reading(case, params, hidden_TD)
+    bars, read_bar_TD = {}, read_bar_TD + np.zeros_like(read_TD)
+    if "prior_DK" in own:
         bars["prior_DK"] = read_TD.T @ score_bar_TK
-        read_bar_TD = read_bar_TD + score_bar_TK @ params["prior_DK"].T
+        read_bar_TD = read_bar_TD + score_bar_TK @ own["prior_DK"].T
     if parts.bent_TKE is not None:
         slope_TKE = 1 if case.context == "linear" else 1 - parts.bent_TKE**2
         bent_bar_TKE = context_bar_TKE * slope_TKE
         bars["latent_DKE"] = np.einsum("td,tke->dke", read_TD, bent_bar_TKE)
         bars["latent_bias_KE"] = bent_bar_TKE.sum(axis=0)
         read_bar_TD = read_bar_TD + np.einsum(
-            "tke,dke->td", bent_bar_TKE, params["latent_DKE"]
+            "tke,dke->td", bent_bar_TKE, own["latent_DKE"]
         )
-    if case.context == "tanh":
-        return bars, read_bar_TD
-    length_T1 = np.sqrt((hidden_TD**2).sum(axis=1, keepdims=True) + 1e-12)
-    along_T1 = (read_TD * read_bar_TD).sum(axis=1, keepdims=True)
-    hidden_bar_TD = (read_bar_TD - along_T1 * read_TD) / length_T1
     state_bar_TE = context_bar_TKE.sum(axis=1)
-    if "project_DE" in params:
-        bars["project_DE"] = hidden_TD.T @ state_bar_TE
-        state_bar_TE = state_bar_TE @ params["project_DE"].T
-    return bars, hidden_bar_TD + state_bar_TE
+    if case.context == "tanh":
+        state_bar_TE = np.zeros_like(state_TH)
+    elif "project_DE" in own:
+        bars["project_DE"] = state_TH.T @ state_bar_TE
+        state_bar_TE = state_bar_TE @ own["project_DE"].T
+    return reading_gradients(case, params, hidden_TD, bars, read_bar_TD, state_bar_TE)
 
 
 def assert_close(actual, expected, dtype, message=""):

@@ -20,7 +20,10 @@ from softbottle import cli
 from tests import ROOT
 
 CORE = ("jax", "jaxlib", "ml_dtypes", "numpy", "opt_einsum", "scipy")
-EXTRAS = {"train", "data", "analysis", "gguf", "hf", "tensorboard", "tensorflow"}
+EXTRAS = {
+    *("train", "data", "analysis", "gguf", "hf", "tensorboard", "tensorflow"),
+    "docs",
+}
 
 
 def run(*command, **options):
@@ -94,15 +97,12 @@ def python(wheel, tmp_path_factory):
 
 
 EXAMPLE = """
-import jax, jax.numpy as jnp, numpy as np, softbottle
-key = jax.random.key(0)
-table_VE, hidden_TD = jnp.ones((37, 280)), jax.random.normal(key, (5, 620))
-bias_V, labels_T, weights_T = jnp.arange(37.0), jnp.arange(5), jnp.arange(5.0)
 {example}
+import numpy as np
 gradient = jax.grad(head.loss)(*output, hidden_TD, labels_T, weights_T)
 assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
 np.testing.assert_allclose(loss, (nll_T * weights_T).sum(), rtol=1e-5)
-assert ids_T.shape == (5,) and (0 <= ids_T).all() and (ids_T < 37).all()
+assert ids_T.shape == (tokens,) and (0 <= ids_T).all() and (ids_T < vocab).all()
 print(softbottle.__file__)
 """
 
@@ -233,3 +233,11 @@ def test_the_version_has_one_source(wheel):
     settings.read(ROOT / "setup.cfg")
     assert settings["metadata"]["version"] == "attr: softbottle.__version__"
     assert wheel.name.split("-")[1] == softbottle.__version__
+
+
+def test_the_changelog_begins_with_this_version_in_the_usual_sections():
+    text = (ROOT / "CHANGELOG.md").read_text()
+    newest, *_ = re.findall(r"^## (\S+)", text, re.MULTILINE)
+    assert newest == softbottle.__version__
+    usual = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
+    assert set(re.findall(r"^### (.*)$", text, re.MULTILINE)) <= usual

@@ -35,11 +35,13 @@ def make_config(
     config.data.rows, config.data.length = ROWS, LENGTH
     single = head in ("softmax", "sigsoftmax", "lowrank")
     config.head.name, config.head.components = head, None if single else 3
+    sizes, rates = config.model, config.regularise
     if head == "plif":
         config.head.knots = 50
     if head == "mixtape":
         config.head.components, config.head.frequent = 4, 9
-    sizes, rates = config.model, config.regularise
+    if head == "mfs":
+        config.head.layers, config.head.positions = 1, 2
     sizes.backbone, sizes.vocab_multiple, sizes.attention_heads = backbone, 8, 2
     sizes.embed_dim, sizes.hidden_dim, sizes.last_dim = 12, 16, 12 if single else 14
     if head == "lowrank":
@@ -97,8 +99,8 @@ CURVES = [
     *(("softmax", "transformer", (4, 2)), ("softmax", "transformer", (1, 8))),
 ]
 # One of each kind: averaged contexts, a fixed and a learned activation, no mixture,
-# words in two pieces.
-OTHER_HEADS = ["moc", "moss", "plif", "lowrank", "mixtape"]
+# words in two pieces, words in classes and states of several positions.
+OTHER_HEADS = ["moc", "moss", "plif", "lowrank", "mixtape", "mfs"]
 
 
 @pytest.mark.slow

@@ -28,6 +28,8 @@ HEADS = {
     "partition mixed": softbottle.partition(3, 2),
     "mixtape": softbottle.mixtape(frequent=12),
     "mixtape tanh": softbottle.mixtape(frequent=12, context="tanh"),
+    "doc": softbottle.doc(2, 1),
+    "mfs": softbottle.mfs(layers=1, positions=2),
 }
 
 
@@ -41,7 +43,8 @@ def numerical_rank(matrix, precision):
 def log_probs(name, precision, bias, seed=0):
     rng = np.random.default_rng(seed)
     with jax.enable_x64(True):
-        params = HEADS[name].init(jax.random.key(seed), WIDTH, WIDTH)
+        states = HEADS[name].layers * HEADS[name].positions
+        params = HEADS[name].init(jax.random.key(seed), states * WIDTH, WIDTH)
         # Larger than at the start of training, so that each tanh bends.
         params = {
             name: jnp.asarray(
@@ -51,7 +54,7 @@ def log_probs(name, precision, bias, seed=0):
         }
         table_VE = jnp.asarray(rng.normal(size=(WORDS, WIDTH)), precision)
         bias_V = jnp.asarray(rng.normal(size=WORDS), precision) if bias else None
-        hidden_TD = jnp.asarray(rng.normal(size=(CONTEXTS, WIDTH)), precision)
+        hidden_TD = jnp.asarray(rng.normal(size=(CONTEXTS, states * WIDTH)), precision)
         log_probs = jax.jit(HEADS[name].log_probs)
         return np.asarray(log_probs(params, table_VE, bias_V, hidden_TD))
 
@@ -92,7 +95,7 @@ def test_mixtape_has_as_many_dimensions_more_as_words_with_gates(name, bias):
     assert numerical_rank(log_p_TV, "float64") == 12 + WIDTH + 1 + bias
 
 
-BEYOND = ["mos", "mos tanh", "mos active", "partition mixed"]
+BEYOND = ["mos", "mos tanh", "mos active", "partition mixed", "doc", "mfs"]
 
 
 @pytest.mark.parametrize("precision", ["float64", "float32"])

@@ -38,6 +38,8 @@ class AwdLstm(nn.Module):
             may have others than training.
         unroll: steps of the loop that are compiled as one.
         device: what "auto" decides for; None is jax's first.
+        lower: how many layers below the last give their states as well, dropped as the
+            next layer gets them.
     """
 
     widths: tuple[int, ...]
@@ -46,6 +48,7 @@ class AwdLstm(nn.Module):
     implementation: str = "auto"
     unroll: int = 4
     device: Device | None = None
+    lower: int = 0
 
     def recurrence(self, rows: int) -> str:
         """How the layers run over a batch of so many rows; see ops/lstm/api.py."""
@@ -79,20 +82,34 @@ class AwdLstm(nn.Module):
                 below = (carry[:depth], layers[:depth], masks and masks[: depth - 1])
                 inner_SBH, _ = lstm.stack(inputs_SBE, *below, valid_SB)
                 self.sow("intermediates", "inner_BSH", inner_SBH.transpose(1, 0, 2))
-        raw_SBD, carry = lstm.stack(
-            inputs_SBE,
-            carry,
-            layers,
-            masks,
-            valid_SB,
-            implementation=self.implementation,
-            compute_dtype=self.compute_dtype,
-            unroll=self.unroll,
-            device=self.device,
-        )
+        raw_SBD, carry, lower = self._run(inputs_SBE, carry, layers, masks, valid_SB)
         raw_BSD = raw_SBD.transpose(1, 0, 2)
         hidden_BSD = base.drop_locked(self, rates.output, raw_BSD)
-        return base.Trunk(hidden_BSD, raw_BSD, carry)
+        return base.Trunk(hidden_BSD, raw_BSD, carry, lower)
+
+    def _run(self, inputs_SBE, carry, layers, masks, valid_SB):
+        """All layers at once, up to those whose states are wanted one by one."""
+        start, carries, lower = 0, (), []
+        for end in range(len(layers) - self.lower, len(layers) + 1):
+            part = slice(start, end)
+            raw_SBD, after = lstm.stack(
+                inputs_SBE,
+                carry[part],
+                layers[part],
+                masks and masks[start : end - 1],
+                valid_SB,
+                implementation=self.implementation,
+                compute_dtype=self.compute_dtype,
+                unroll=self.unroll,
+                device=self.device,
+            )
+            carries += after
+            if end < len(layers):
+                mask_BH = None if masks is None else masks[end - 1][None]
+                inputs_SBE = dropout.masked(raw_SBD, mask_BH)
+                lower.insert(0, inputs_SBE.transpose(1, 0, 2))
+            start = end
+        return raw_SBD, carries, tuple(lower)
 
     def _masks(self, rates, rows):
         """Factors [B, H] on what every layer but the last gives."""

@@ -12,12 +12,14 @@ class Trunk(NamedTuple):
     """Hidden states of a batch, and what the next batch of the same rows needs.
 
     `raw_BSD` is the state before output dropout, `hidden_BSD` after it; they are the
-    same array where there is none. Both have the dtype of the embedded tokens.
+    same array where there is none. `lower` has states of the layers below, the nearest
+    first, where they were asked for. All have the dtype of the embedded tokens.
     """
 
     hidden_BSD: jax.Array
     raw_BSD: jax.Array
     carry: Any
+    lower: tuple[jax.Array, ...] = ()
 
 
 def drop_locked(module: nn.Module, rate: float, values_BSD: jax.Array) -> jax.Array:

@@ -25,7 +25,11 @@ _ROTARY_BASE = 10_000.0
 
 
 class Transformer(nn.Module):
-    """Blocks of width `hidden_dim`; projections at the ends where widths differ."""
+    """Blocks of width `hidden_dim`; projections at the ends where widths differ.
+
+    The states of the `lower` layers below the last are what leaves their blocks, behind
+    an RMSNorm without a scale.
+    """
 
     layers: int
     attention_heads: int
@@ -35,6 +39,11 @@ class Transformer(nn.Module):
     scan_layers: bool = False
     rates: dropout.Rates = dropout.Rates()
     compute_dtype: str = "float32"
+    lower: int = 0
+
+    def recurrence(self, rows: int) -> None:
+        """None: it has no recurrent layers."""
+        del rows
 
     def initial_carry(self, rows: int) -> tuple[()]:
         """Nothing: a batch holds all that its positions see."""
@@ -54,13 +63,15 @@ class Transformer(nn.Module):
         rates = self.rates if train else dropout.Rates()
         inputs_BSE = base.drop_locked(self, rates.input, embedded_BSE)
         hidden_BSD = self._project("project_in", inputs_BSE, self.hidden_dim)
-        hidden_BSD = self._blocks(hidden_BSD, segments_BS, rates.hidden)
+        hidden_BSD, lower = self._blocks(hidden_BSD, segments_BS, rates.hidden)
         scale_D = self.param("last_scale_D", nn.initializers.ones, (self.hidden_dim,))
         hidden_BSD = _normalise(hidden_BSD, scale_D)
         raw_BSD = self._project("project_out", hidden_BSD, self.last_dim)
         raw_BSD = raw_BSD.astype(embedded_BSE.dtype)
         hidden_BSD = base.drop_locked(self, rates.output, raw_BSD)
-        return base.Trunk(hidden_BSD, raw_BSD, carry)
+        ones_D, dtype = jnp.ones(self.hidden_dim), embedded_BSE.dtype
+        lower = tuple(_normalise(each, ones_D).astype(dtype) for each in lower)
+        return base.Trunk(hidden_BSD, raw_BSD, carry, lower)
 
     def _project(self, name, values_BSE, width):
         values_BSE = values_BSE.astype(self.compute_dtype)
@@ -71,7 +82,10 @@ class Transformer(nn.Module):
         return _product("bse,ed->bsd", values_BSE, weight_ED)
 
     def _blocks(self, hidden_BSD, segments_BS, rate):
-        """A scan over the stacked blocks, unrolled unless `scan_layers` is set."""
+        """A scan over the stacked blocks, unrolled unless `scan_layers` is set.
+
+        Returns what leaves the last block, and what enters the last `lower` ones.
+        """
         if self.hidden_dim % (2 * self.attention_heads):
             raise ValueError(
                 f"model.hidden_dim={self.hidden_dim} is not a multiple of twice "
@@ -90,10 +104,13 @@ class Transformer(nn.Module):
         seen = self.is_mutable_collection("intermediates")
 
         def step(hidden_BSD, layer):
-            kept = (hidden_BSD, _last_logits(hidden_BSD, layer[0])) if seen else None
+            kept = (
+                hidden_BSD if seen or self.lower else None,
+                _last_logits(hidden_BSD, layer[0]) if seen else None,
+            )
             return block(hidden_BSD, *layer), kept
 
-        hidden_BSD, kept = lax.scan(
+        hidden_BSD, (entering_LBSD, logits_LBNS) = lax.scan(
             step,
             hidden_BSD,
             (params, keys_L),
@@ -101,9 +118,10 @@ class Transformer(nn.Module):
             unroll=1 if self.scan_layers else self.layers,
         )
         if seen:
-            self.sow("intermediates", "entering_LBSD", kept[0])
-            self.sow("intermediates", "logits_LBNS", kept[1])
-        return hidden_BSD
+            self.sow("intermediates", "entering_LBSD", entering_LBSD)
+            self.sow("intermediates", "logits_LBNS", logits_LBNS)
+        lower = range(self.layers - 1, self.layers - 1 - self.lower, -1)
+        return hidden_BSD, [entering_LBSD[layer] for layer in lower]
 
 
 def _init_blocks(key, layers, dim, heads):

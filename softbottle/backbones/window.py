@@ -37,6 +37,10 @@ class Window(nn.Module):
     rates: dropout.Rates = dropout.Rates()
     compute_dtype: str = "float32"
 
+    def recurrence(self, rows: int) -> None:
+        """None: it has no recurrent layers."""
+        del rows
+
     def initial_carry(self, rows: int) -> Carry:
         """No words before the first."""
         past = self.order - 1
@@ -57,7 +61,8 @@ class Window(nn.Module):
             jnp.concatenate([carry.embedded_BPE, embedded_BSE], axis=1),
             jnp.concatenate([carry.segments_BP, segments_BS], axis=1),
         )
-        context_BSC = _contexts(stream, segments_BS)
+        words = views(stream.embedded_BPE, stream.segments_BP, segments_BS)
+        context_BSC = jnp.concatenate(words, axis=-1)
         dtype = self.compute_dtype
         inner_BSH = nn.Dense(self.hidden_dim, dtype=dtype, name="inner")(context_BSC)
         outer = nn.Dense(self.last_dim, dtype=dtype, name="outer")
@@ -65,27 +70,37 @@ class Window(nn.Module):
         raw_BSD = raw_BSD.astype(embedded_BSE.dtype)
         rate = self.rates.output if train else 0.0
         hidden_BSD = base.drop_locked(self, rate, raw_BSD)
-        carry = _last(stream, segments_BS, self.order - 1)
+        carry = Carry(*last(stream, segments_BS, self.order - 1))
         return base.Trunk(hidden_BSD, raw_BSD, carry)
 
 
-def _contexts(stream, segments_BS):
-    """The last words of each position, the oldest first, side by side."""
+def views(
+    values_BPE: jax.Array, stream_BP: jax.Array, segments_BS: jax.Array
+) -> list[jax.Array]:
+    """Values at each position and before it, [B, S, E] each, the oldest first.
+
+    Args:
+        values_BPE: those of the batch, after those of the positions before it.
+        stream_BP: their segments.
+        segments_BS: of the batch. A value of another segment is 0.
+    """
     length = segments_BS.shape[1]
-    words = []
-    for start in range(stream.segments_BP.shape[1] - length + 1):
+    found = []
+    for start in range(stream_BP.shape[1] - length + 1):
         window = slice(start, start + length)
-        same_BS = stream.segments_BP[:, window] == segments_BS
-        embedded_BSE = stream.embedded_BPE[:, window]
-        words.append(jnp.where(same_BS[:, :, None], embedded_BSE, 0))
-    return jnp.concatenate(words, axis=-1)
+        same_BS = stream_BP[:, window] == segments_BS
+        found.append(jnp.where(same_BS[:, :, None], values_BPE[:, window], 0))
+    return found
 
 
-def _last(stream, segments_BS, past):
-    """The last `past` words before each row's padding."""
+def last(
+    stream: tuple[jax.Array, jax.Array], segments_BS: jax.Array, past: int
+) -> tuple[jax.Array, jax.Array]:
+    """The last `past` values and segments before each row's padding."""
+    values_BPE, stream_BP = stream
     lengths_B = jnp.sum(segments_BS > 0, axis=1)
     index_BP = lengths_B[:, None] + jnp.arange(past)[None]
-    return Carry(
-        jnp.take_along_axis(stream.embedded_BPE, index_BP[:, :, None], axis=1),
-        jnp.take_along_axis(stream.segments_BP, index_BP, axis=1),
+    return (
+        jnp.take_along_axis(values_BPE, index_BP[:, :, None], axis=1),
+        jnp.take_along_axis(stream_BP, index_BP, axis=1),
     )

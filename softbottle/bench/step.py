@@ -134,9 +134,8 @@ def _head(config, model, params, batch):
     """Forward and backward of the head on random hidden states."""
     dtype = config.model.compute_dtype
     tokens = batch.ids_BS.size
-    hidden_TD = jax.random.normal(
-        jax.random.key(0), (tokens, config.model.last_dim), dtype
-    )
+    shape = (tokens, sum(model.hidden_dims))
+    hidden_TD = jax.random.normal(jax.random.key(0), shape, dtype)
     labels_T, weights_T = batch.labels_BS.reshape(-1), batch.weights_BS.reshape(-1)
 
     def loss(output, hidden_TD):

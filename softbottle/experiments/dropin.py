@@ -11,7 +11,6 @@ the softmax's by more than twice the noise. A component is dead if its share of 
 prior, averaged over the validation text, is below a hundredth of an equal share.
 """
 
-import functools
 import itertools
 import json
 import math
@@ -29,7 +28,6 @@ from softbottle import model as model_lib
 from softbottle.data import corpus as corpora
 from softbottle.data.batches import Batch, Stream, evaluation
 from softbottle.experiments.frontier_arms import fingerprint
-from softbottle.heads import contexts
 
 Row = dict[str, Any]
 SOFTMAX = "softmax"
@@ -214,7 +212,7 @@ class _Trainer:
         params, losses = self.fit(params, rate, self.batches)
         loss, shares = self.validate(params, self.validation)
         row = {"loss": float(loss), "last_training_loss": float(jnp.mean(losses[-50:]))}
-        if shares is not None:
+        if len(shares) > 1:
             equal = 1 / len(shares)
             row["least_share"] = float(jnp.min(shares))
             row["dead"] = int(jnp.sum(shares < equal / 100))
@@ -248,20 +246,15 @@ class _Trainer:
 
     def _validate(self, params, batches):
         carry = self.model.initial_carry(self.config.data.eval_rows)
-        mixes = "prior_DK" in params["head"]
 
         def score(carry, batch):
             batch = Batch(*batch)
             nll_BS, after = self.model.nll(params, batch, carry)
             hidden_BSD, _ = self.model.hidden(params, batch, carry)
             hidden_TD = hidden_BSD.reshape(-1, hidden_BSD.shape[-1])
-            shares = None
-            if mixes:
-                kind = self.model.head.context
-                log_prior_TK = contexts.log_prior(kind, params["head"], hidden_TD)
-                shares = jnp.mean(jnp.exp(log_prior_TK), axis=0)
+            log_prior_TK = self.model.head.log_prior(params["head"], hidden_TD)
+            shares = jnp.mean(jnp.exp(log_prior_TK), axis=0)
             return after, (jnp.sum(nll_BS), jnp.sum(batch.weights_BS), shares)
 
         _, (total, count, shares) = jax.lax.scan(score, carry, batches)
-        average = functools.partial(jnp.mean, axis=0)
-        return jnp.sum(total) / jnp.sum(count), jax.tree.map(average, shares)
+        return jnp.sum(total) / jnp.sum(count), jnp.mean(shares, axis=0)

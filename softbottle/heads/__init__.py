@@ -7,7 +7,9 @@ from softbottle.heads.cache import Memory as Memory
 from softbottle.heads.cache import cached as cached
 from softbottle.heads.cache import given as given
 from softbottle.heads.cache import history as history
+from softbottle.heads.doc import doc as doc
 from softbottle.heads.lowrank import lowrank as lowrank
+from softbottle.heads.mfs import mfs as mfs
 from softbottle.heads.mixtape import mixtape as mixtape
 from softbottle.heads.moc import moc as moc
 from softbottle.heads.mos import mos as mos

@@ -12,13 +12,16 @@ input, may be split over devices and is where the memory goes.
 
 import abc
 import dataclasses
-from typing import ClassVar, NamedTuple, Protocol
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import ClassVar, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from softbottle import ops
+from softbottle.heads.predictions import OfMixture, Predictions, States
 from softbottle.ops.mixture import likelihood
 from softbottle.ops.mixture.activations import SOFTMAX, Activation
 from softbottle.ops.mixture.arrays import (
@@ -30,78 +33,8 @@ from softbottle.ops.mixture.arrays import (
 from softbottle.ops.mixture.options import DEFAULTS, Options, check_range
 
 Params = dict[str, jax.Array]
-
-
-class States(NamedTuple):
-    """What a head reads of the tokens; see `Head.loss`."""
-
-    hidden_TD: jax.Array
-    latent_mask: jax.Array | None
-    key: jax.Array | None
-
-
-class Predictions(Protocol):
-    """What a head says of every token; the methods are those of `Head`."""
-
-    def loss(self, targets: Targets) -> jax.Array:
-        """The weighted sum of -log P(label)."""
-        ...
-
-    def scores(self, labels_T: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """log_prior_TK, score_TK and lse_TK."""
-        ...
-
-    def log_probs(self, log_prior_TK: jax.Array | None) -> jax.Array:
-        """Log P of every word, by the given prior if there is one."""
-        ...
-
-    def top_k(self, k: int) -> tuple[jax.Array, jax.Array]:
-        """Log-probabilities and ids of the best words."""
-        ...
-
-    def sample(self, key: jax.Array, log_prior_TK: jax.Array | None) -> jax.Array:
-        """One word per token, by the given prior if there is one."""
-        ...
-
-
-class OfMixture(NamedTuple):
-    """The predictions of a mixture that meets the whole vocabulary."""
-
-    mixture: Mixture
-    words: Vocabulary
-    activation: Activation
-    options: Options
-
-    def loss(self, targets: Targets) -> jax.Array:
-        """See `Predictions`."""
-        return ops.loss(
-            self.mixture, self.words, targets, self.activation, self.options
-        )
-
-    def scores(self, labels_T: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """See `Predictions`."""
-        log_prior_TK, context_TKE = self.mixture
-        tokens = (context_TKE, self.words, labels_T)
-        return log_prior_TK, *ops.scores(*tokens, self.activation, self.options)
-
-    def log_probs(self, log_prior_TK: jax.Array | None) -> jax.Array:
-        """See `Predictions`."""
-        mixture = self._with(log_prior_TK)
-        return ops.log_probs(mixture, self.words, self.activation, self.options)
-
-    def top_k(self, k: int) -> tuple[jax.Array, jax.Array]:
-        """See `Predictions`."""
-        return ops.top_k(self.mixture, self.words, k, self.activation, self.options)
-
-    def sample(self, key: jax.Array, log_prior_TK: jax.Array | None) -> jax.Array:
-        """See `Predictions`."""
-        mixture = self._with(log_prior_TK)
-        return ops.sample(mixture, self.words, key, self.activation, self.options)
-
-    def _with(self, log_prior_TK):
-        if log_prior_TK is None:
-            return self.mixture
-        return self.mixture._replace(log_prior_TK=log_prior_TK)
+P = ParamSpec("P")
+H = TypeVar("H")
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -113,7 +46,8 @@ class Head(abc.ABC):
     `config.head` may set.
 
     Floating arrays are bfloat16, float32 or float64. How a method computes is said by
-    its `Options` (softbottle.Options).
+    its `Options` (softbottle.Options). Gradients are those of reverse mode (`jax.grad`,
+    `jax.vjp`); forward mode (`jax.jvp`) is refused by jax, as for every `custom_vjp`.
 
     Attributes:
         name: in `softbottle` and in `config.head.name`.
@@ -163,6 +97,16 @@ class Head(abc.ABC):
         """Whether the contexts are projections of the state, whose width is free."""
         return False
 
+    @property
+    def layers(self) -> int:
+        """How many of the last layers have their states in what the head reads."""
+        return 1
+
+    @property
+    def positions(self) -> int:
+        """How many positions have, the token's own and those just before it."""
+        return 1
+
     def check_widths(self, hidden_dim: int, context_dim: int) -> None:
         """Raise ValueError unless such a state and such a table go together."""
         if not self.projects and hidden_dim != context_dim:
@@ -181,7 +125,8 @@ class Head(abc.ABC):
 
         Args:
             key: of jax.random.
-            hidden_dim: D, width of the states.
+            hidden_dim: D, width of the states: where the head reads several, of all of
+                them side by side, which then are equally wide.
             context_dim: E, width of the vocabulary table.
 
         Returns:
@@ -190,6 +135,22 @@ class Head(abc.ABC):
         Raises:
             ValueError: if the widths do not go together.
         """
+
+    def init_wide(
+        self, key: jax.Array, hidden_dims: Sequence[int], context_dim: int
+    ) -> Params:
+        """`init`, for states that are side by side in what the head reads.
+
+        Args:
+            key: of jax.random.
+            hidden_dims: their widths: for the token's own position and each before it,
+                those of the last layer and of each below.
+            context_dim: E, width of the vocabulary table.
+
+        Raises:
+            ValueError: as `init`; or unless there is a width for each state.
+        """
+        return self.init(key, sum(hidden_dims), context_dim)
 
     @abc.abstractmethod
     def mix(
@@ -205,6 +166,15 @@ class Head(abc.ABC):
         Returns:
             log_prior_TK, which sum to 1 as probabilities, and context_TKE.
         """
+
+    def log_prior(self, params: Params, hidden_TD: jax.Array) -> jax.Array:
+        """Log-weights of the components in every token, [T, K], active or not.
+
+        Args:
+            params: of `init`.
+            hidden_TD: the states.
+        """
+        return self.mix(params, hidden_TD).log_prior_TK
 
     def activation(self, params: Params) -> Activation:
         """The log-activation g; the identity unless a head has another.
@@ -222,7 +192,7 @@ class Head(abc.ABC):
         bias_V: jax.Array | None,
         hidden_TD: jax.Array,
         labels_T: jax.Array,
-        weights_T: jax.Array,
+        weights_T: jax.Array | None = None,
         *,
         latent_mask: jax.Array | None = None,
         key: jax.Array | None = None,
@@ -240,7 +210,7 @@ class Head(abc.ABC):
             bias_V: a logit for each word; None is zero.
             hidden_TD: the states, rows and positions flattened to tokens.
             labels_T: the words that follow, integers of any kind.
-            weights_T: of the tokens; 0 is padding.
+            weights_T: of the tokens; 0 is padding. None is 1 for all.
             latent_mask: factors of the contexts, broadcast to [T, K, E]; None for none.
             key: of jax.random, for a head that `draws`; others do not read it.
             options: how it is computed, for example
@@ -254,6 +224,9 @@ class Head(abc.ABC):
             ValueError: if shapes do not go together, an array is float16, the labels
                 are not integers, or an option is refused.
         """
+        _check_states(params, hidden_TD)
+        if weights_T is None:
+            weights_T = jnp.ones(len(hidden_TD))
         if weights_T.shape != hidden_TD.shape[:1]:
             raise ValueError(
                 f"weights_T must have a weight for each of the {hidden_TD.shape[0]} "
@@ -450,16 +423,44 @@ class Head(abc.ABC):
 
     def _predict(self, output, hidden_TD, latent_mask, options, key=None):
         params, table_VE, bias_V = output
-        if hidden_TD.ndim != 2:
-            raise ValueError(
-                f"hidden_TD must be [tokens, width], got the shape {hidden_TD.shape}; "
-                "flatten rows and positions first."
-            )
+        _check_states(params, hidden_TD)
         check_range(params=params, hidden_TD=hidden_TD)
         states = States(hidden_TD, latent_mask, key)
         return self.predictions(
             params, Vocabulary.of(table_VE, bias_V), states, options
         )
+
+
+def _check_states(params, hidden_TD):
+    if hidden_TD.ndim != 2:
+        raise ValueError(
+            f"hidden_TD must be [tokens, width], got the shape {hidden_TD.shape}; "
+            "flatten rows and positions first, with hidden.reshape(-1, width)."
+        )
+    width = hidden_TD.shape[1]
+    for name, array in params.items():
+        if name.rpartition("_")[2].startswith("D") and len(array) != width:
+            raise ValueError(
+                f"hidden_TD is {width} wide, but the head's parameters are of states "
+                f"{len(array)} wide: {name} has the shape {array.shape}."
+            )
+
+
+def factory(make: Callable[P, H]) -> Callable[P, H]:
+    """A function that makes a head, whose errors about arguments list those it has."""
+    signature = inspect.signature(make)
+    call = signature.replace(return_annotation=signature.empty)
+
+    @functools.wraps(make)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> H:
+        try:
+            signature.bind_partial(*args, **kwargs)  # an unknown name before a missing
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{make.__name__}{call}: {error}.") from None
+        return make(*args, **kwargs)
+
+    return checked
 
 
 def single(hidden_TD: jax.Array, latent_mask: jax.Array | None) -> Mixture:
@@ -477,10 +478,18 @@ def masked(context_TKE: jax.Array, latent_mask: jax.Array | None) -> jax.Array:
     )
 
 
-def uniform(key: jax.Array, shape: tuple[int, ...], fan_in: int) -> jax.Array:
+def uniform(key: jax.Array, shape: tuple[int, ...], fan_in: float) -> jax.Array:
     """Uniform in plus or minus 1/sqrt(fan_in), as PyTorch's Linear starts."""
     bound = fan_in**-0.5
     return jax.random.uniform(key, shape, minval=-bound, maxval=bound)
+
+
+def check_classes(classes: int, words: int) -> None:
+    """Raise ValueError unless every class has a word."""
+    if classes > words:
+        raise ValueError(
+            f"classes={classes} are more than the vocabulary's {words} words."
+        )
 
 
 def positive_integer(name: str, value: int) -> int:

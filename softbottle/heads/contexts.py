@@ -1,7 +1,7 @@
 """How a head with projections makes its contexts from the state.
 
     tanh       tanh(h W_k + b_k)            as the papers' mixtures have it
-    linear     h P + x W_k + b_k            x = h / |h|
+    linear     h P + x W_k + b_k            x = h / (4 |h|)
     residual   h P + tanh(x W_k + b_k)
 
 P is the identity where the table is as wide as the state, else a matrix of its own.
@@ -12,10 +12,12 @@ are, and then learn little more. The other two start with W_k = 0 and b_k = 0, a
 head therefore as the very softmax of h P that it replaces; what tells the contexts
 apart is the prior, which starts at random.
 
-They read the state's direction x, and so does their prior: a step of Adam moves x W_k
-by at most the learning rate times the root of the width, whatever the backbone. By h,
-whose size is the root of the width behind a transformer's last norm, it would be the
-width itself, which saturates tanh and prior within a few steps.
+They read the state's direction, and so does their prior: a step of Adam moves x W_k by
+at most a quarter of the learning rate times the root of the width, whatever the
+backbone. By h, whose size is the root of the width behind a transformer's last norm, it
+would be the width itself, which saturates tanh and prior within a few steps. The
+quarter was chosen by training (docs/results/dropin.md): at length 1 components die at
+high rates, at a sixteenth they learn slowly.
 """
 
 import dataclasses
@@ -29,6 +31,8 @@ from softbottle.heads.base import Params
 
 KINDS = ("residual", "linear", "tanh")
 DEFAULT = KINDS[0]
+# The length of x.
+LENGTH = 0.25
 # Added to a squared length: a state of zeros has no direction.
 TINY = 1e-12
 
@@ -75,43 +79,66 @@ def init(
         hidden_dim: D, width of the states.
         context_dim: E, width of the vocabulary table.
     """
+    latent_DKE, bias_KE = init_bend(kind, keys, count, hidden_dim, context_dim)
+    params = {"latent_DKE": latent_DKE, "latent_bias_KE": bias_KE}
+    project_DE = init_path(kind, keys[0], hidden_dim, context_dim)
+    return params if project_DE is None else params | {"project_DE": project_DE}
+
+
+def init_bend(
+    kind: str,
+    keys: Sequence[jax.Array],
+    count: int,
+    hidden_dim: int,
+    context_dim: int,
+) -> tuple[jax.Array, jax.Array]:
+    """`latent_DKE` and `latent_bias_KE`, as `init` has them: zero beside a path."""
     shape = (hidden_dim, count, context_dim)
-    if kind == "tanh":
-        return {
-            "latent_DKE": base.uniform(keys[0], shape, hidden_dim),
-            "latent_bias_KE": base.uniform(keys[1], shape[1:], hidden_dim),
-        }
-    params = {"latent_DKE": jnp.zeros(shape), "latent_bias_KE": jnp.zeros(shape[1:])}
-    if hidden_dim != context_dim:
-        # As wide a spread as the state's own: the logits are those of a softmax.
-        normal_DE = jax.random.normal(keys[0], (hidden_dim, context_dim))
-        params["project_DE"] = hidden_dim**-0.5 * normal_DE
-    return params
+    if kind != "tanh":
+        return jnp.zeros(shape), jnp.zeros(shape[1:])
+    return (
+        base.uniform(keys[0], shape, hidden_dim),
+        base.uniform(keys[1], shape[1:], hidden_dim),
+    )
+
+
+def init_path(
+    kind: str, key: jax.Array, hidden_dim: int, context_dim: int
+) -> jax.Array | None:
+    """P, as wide a spread as the state's own; None where there is none."""
+    if kind == "tanh" or hidden_dim == context_dim:
+        return None
+    return hidden_dim**-0.5 * jax.random.normal(key, (hidden_dim, context_dim))
 
 
 def read(kind: str, hidden_TD: jax.Array) -> jax.Array:
-    """What the projections and the prior read: the state, or its direction."""
+    """What the projections and the prior read: the state, or x of its direction."""
     if kind == "tanh":
         return hidden_TD
     wide_TD = hidden_TD.astype(jnp.promote_types(hidden_TD.dtype, jnp.float32))
     square_T1 = jnp.sum(jnp.square(wide_TD), axis=1, keepdims=True)
-    return (wide_TD * jax.lax.rsqrt(square_T1 + TINY)).astype(hidden_TD.dtype)
+    scale_T1 = LENGTH * jax.lax.rsqrt(square_T1 + TINY)
+    return (wide_TD * scale_T1).astype(hidden_TD.dtype)
 
 
 def init_prior(kind: str, key: jax.Array, count: int, hidden_dim: int) -> jax.Array:
     """A prior's matrix, `prior_DK`: a log-weight spreads by about 0.6 at most."""
-    # A state is about as long as the root of its width, a direction has length 1.
-    fan_in = hidden_dim if kind == "tanh" else 1
+    # A state is about as long as the root of its width.
+    fan_in = hidden_dim if kind == "tanh" else LENGTH**2
     return base.uniform(key, (hidden_dim, count), fan_in)
 
 
 def log_prior(kind: str, params: Params, hidden_TD: jax.Array) -> jax.Array:
     """log softmax of what `read` gives times `prior_DK`, float32 or better: [T, K]."""
-    read_TD = read(kind, hidden_TD)
+    return log_weights(read(kind, hidden_TD), params["prior_DK"])
+
+
+def log_weights(read_TD: jax.Array, prior_DK: jax.Array) -> jax.Array:
+    """log softmax of a product, float32 or better: [T, K]."""
     score_TK = jnp.einsum(
         "td,dk->tk",
         read_TD,
-        params["prior_DK"].astype(read_TD.dtype),
+        prior_DK.astype(read_TD.dtype),
         preferred_element_type=jnp.promote_types(read_TD.dtype, jnp.float32),
     )
     return jax.nn.log_softmax(score_TK)
@@ -119,15 +146,29 @@ def log_prior(kind: str, params: Params, hidden_TD: jax.Array) -> jax.Array:
 
 def make(kind: str, params: Params, hidden_TD: jax.Array) -> jax.Array:
     """The contexts of every token, [T, K, E], from the parameters of `init`."""
-    dtype = hidden_TD.dtype
-    latent_TKE = jnp.einsum(
-        "td,dke->tke", read(kind, hidden_TD), params["latent_DKE"].astype(dtype)
+    bent_TKE = bend(
+        kind, read(kind, hidden_TD), params["latent_DKE"], params["latent_bias_KE"]
     )
-    latent_TKE = latent_TKE + params["latent_bias_KE"].astype(dtype)[None]
-    bent_TKE = latent_TKE if kind == "linear" else jnp.tanh(latent_TKE)
+    return beside_path(kind, hidden_TD, bent_TKE, params.get("project_DE"))
+
+
+def bend(
+    kind: str, read_TD: jax.Array, latent_DKE: jax.Array, bias_KE: jax.Array
+) -> jax.Array:
+    """Projections of what `read` gives, through tanh unless the kind is linear."""
+    dtype = read_TD.dtype
+    latent_TKE = jnp.einsum("td,dke->tke", read_TD, latent_DKE.astype(dtype))
+    latent_TKE = latent_TKE + bias_KE.astype(dtype)[None]
+    return latent_TKE if kind == "linear" else jnp.tanh(latent_TKE)
+
+
+def beside_path(
+    kind: str, hidden_TD: jax.Array, bent_TKE: jax.Array, project_DE: jax.Array | None
+) -> jax.Array:
+    """The contexts, [T, K, E]: what `bend` gives, and h P where the kind has a path."""
     if kind == "tanh":
         return bent_TKE
-    if "project_DE" in params:
-        project_DE = params["project_DE"].astype(dtype)
+    if project_DE is not None:
+        project_DE = project_DE.astype(hidden_TD.dtype)
         hidden_TD = jnp.einsum("td,de->te", hidden_TD, project_DE)
     return hidden_TD[:, None] + bent_TKE

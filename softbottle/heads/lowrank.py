@@ -57,6 +57,7 @@ class LowRank(base.Head):
         return base.single(jnp.einsum("td,de->te", hidden_TD, project_DE), latent_mask)
 
 
+@base.factory
 def lowrank(rank: int) -> LowRank:
     """A softmax through `rank` dimensions; its table is `rank` wide.
 

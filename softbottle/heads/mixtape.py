@@ -28,6 +28,7 @@ import jax.numpy as jnp
 from softbottle import ops
 from softbottle.heads import base, contexts
 from softbottle.heads.base import Mixture, Params
+from softbottle.heads.predictions import States
 from softbottle.ops.mixture import gated, shards
 from softbottle.ops.mixture.activations import DEAD
 from softbottle.ops.mixture.arrays import Elsewhere, Targets, Vocabulary
@@ -228,7 +229,7 @@ class Mixtape(contexts.Projecting):
         return self._mean(self._tokens(params, hidden_TD, latent_mask))
 
     def predictions(
-        self, params: Params, words: Vocabulary, states: base.States, options: Options
+        self, params: Params, words: Vocabulary, states: States, options: Options
     ) -> Pieces:
         """Frequent words and rare ones apart; see `Head.predictions`."""
         first, rare, start, options = self._split(words, options)
@@ -307,6 +308,7 @@ def frequent_rows(count: int, rows: int, options: Options) -> jax.Array:
     return jnp.arange(rows) + shards.first_row(rows, options) < count
 
 
+@base.factory
 def mixtape(
     components: int = 4,
     context: str = contexts.DEFAULT,

@@ -40,6 +40,7 @@ class MixtureOfContexts(mos.Mixed):
         return base.single(jnp.einsum("tk,tke->te", prior_TK, context_TKE), None)
 
 
+@base.factory
 def moc(components: int, context: str = contexts.DEFAULT) -> MixtureOfContexts:
     """A softmax of the prior-weighted mean of `components` contexts.
 

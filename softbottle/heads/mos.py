@@ -53,6 +53,10 @@ class Mixed(contexts.Projecting):
         """The prior and the contexts; see `Head.mix`."""
         return mix_latent(self.context, params, hidden_TD, latent_mask)
 
+    def log_prior(self, params: Params, hidden_TD: jax.Array) -> jax.Array:
+        """That of all K, however many are active or averaged; see `Head.log_prior`."""
+        return contexts.log_prior(self.context, params, hidden_TD)
+
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class MixtureOfSoftmaxes(Mixed):
@@ -116,6 +120,7 @@ class MixtureOfSoftmaxes(Mixed):
         return Mixture(log_prior_Tk, context_TkE)
 
 
+@base.factory
 def mos(
     components: int,
     context: str = contexts.DEFAULT,
@@ -127,7 +132,7 @@ def mos(
 
     Args:
         components: K; 1 gives an ordinary softmax of one context.
-        context: "residual", h P + tanh(x W_k + b_k) with x = h / |h|; "linear",
+        context: "residual", h P + tanh(x W_k + b_k) with x = h / (4 |h|); "linear",
             h P + x W_k + b_k; or "tanh", tanh(h W_k + b_k), as the paper has it.
         active: k, components that a token meets the table with; None is all.
         draw: whether `loss`, given a key, draws one of them.

@@ -47,10 +47,7 @@ class Partition(contexts.Projecting):
 
     def check_words(self, words: int) -> None:
         """Raise ValueError unless every class has a word."""
-        if self.classes > words:
-            raise ValueError(
-                f"classes={self.classes} are more than the vocabulary's {words} words."
-            )
+        base.check_classes(self.classes, words)
 
     def init(self, key: jax.Array, hidden_dim: int, context_dim: int) -> Params:
         """The contexts' parameters, and a mixture's `prior_DK`; see `Head.init`."""
@@ -82,6 +79,7 @@ class Partition(contexts.Projecting):
         return self.components
 
 
+@base.factory
 def partition(
     classes: int, components: int = 1, context: str = contexts.DEFAULT
 ) -> Partition:

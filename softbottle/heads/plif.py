@@ -74,6 +74,7 @@ class PiecewiseLinear(PlainOrMixed):
         return np.array(self.knots)
 
 
+@base.factory
 def plif(
     knots: int | Sequence[float],
     span: float = 20.0,

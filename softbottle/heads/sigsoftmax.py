@@ -86,11 +86,13 @@ class GeneralizedSigsoftmax(PlainOrMixed):
         return Activation(generalized, constants, base2=generalized_base2)
 
 
+@base.factory
 def sigsoftmax() -> Sigsoftmax:
     """Sigsoftmax: P(v) proportional to exp(z_v) sigmoid(z_v)."""
     return Sigsoftmax()
 
 
+@base.factory
 def moss(
     components: int,
     context: str = contexts.DEFAULT,
@@ -102,6 +104,7 @@ def moss(
     return MixtureOfSigsoftmaxes(components, context=context, active=active, draw=draw)
 
 
+@base.factory
 def gss(
     center: float,
     slope: float,

@@ -41,6 +41,7 @@ class Softcap(PlainOrMixed):
         return Activation(_capped, (self.cap,), base2=_capped_base2)
 
 
+@base.factory
 def softcap(
     cap: float, components: int | None = None, context: str = contexts.DEFAULT
 ) -> Softcap:

@@ -39,6 +39,7 @@ class Softmax(Single):
     is_linear: ClassVar[bool] = True
 
 
+@base.factory
 def softmax() -> Softmax:
     """An ordinary softmax; it has no parameters beside the model's table and bias."""
     return Softmax()

@@ -8,7 +8,9 @@ import dataclasses
 
 from softbottle import config as config_lib
 from softbottle.heads.base import Head
+from softbottle.heads.doc import DirectOutputConnection
 from softbottle.heads.lowrank import LowRank
+from softbottle.heads.mfs import MultiFacet
 from softbottle.heads.mixtape import Mixtape
 from softbottle.heads.moc import MixtureOfContexts
 from softbottle.heads.mos import MixtureOfSoftmaxes
@@ -36,6 +38,8 @@ HEADS: dict[str, type[Head]] = {
         Softcap,
         Partition,
         Mixtape,
+        DirectOutputConnection,
+        MultiFacet,
     )
 }
 

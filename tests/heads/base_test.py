@@ -20,7 +20,7 @@ def call(head=MOS, method="nll", **changes):
 
 @pytest.mark.parametrize("method", ["nll", "loss"])
 def test_a_hidden_state_with_rows_and_positions_is_refused(method):
-    with pytest.raises(ValueError, match=r"hidden_TD .*\(2, 11, 5\)"):
+    with pytest.raises(ValueError, match=r"hidden_TD .*\(2, 11, 5\).*flatten"):
         call(method=method, hidden_TD=jnp.zeros((2, 11, 5)))
 
 
@@ -35,9 +35,22 @@ def test_a_table_of_another_width_is_refused_with_both_widths():
         call(table_VE=jnp.zeros((37, 6)))
 
 
-def test_a_hidden_state_of_another_width_is_refused_with_both_widths():
-    with pytest.raises(ValueError, match=r"(?s)6.*5|5.*6"):
-        call(hidden_TD=jnp.zeros((11, 6)))
+@pytest.mark.parametrize("method", ["nll", "loss"])
+def test_a_hidden_state_of_another_width_is_refused_with_both_widths(method):
+    with pytest.raises(ValueError, match="hidden_TD is 6 wide, .* of states 5 wide"):
+        call(method=method, hidden_TD=jnp.zeros((11, 6)))
+
+
+def test_without_weights_all_tokens_count_one():
+    ones_T = jnp.ones(oracle.TOKENS)
+    assert call(method="loss", weights_T=None) == call(method="loss", weights_T=ones_T)
+
+
+def test_a_setting_that_a_head_does_not_have_is_refused_with_those_it_has():
+    with pytest.raises(TypeError, match=r"mos\(components: int, context.*'K'"):
+        softbottle.mos(K=3)
+    with pytest.raises(TypeError, match=r"moc\(components.*'components'"):
+        softbottle.moc()
 
 
 def test_a_mask_that_does_not_broadcast_is_refused_with_its_shape():
@@ -122,6 +135,9 @@ VALUES = {
     "mixtape(components=2, context='tanh', frequent=9, gate_dim=3)": lambda: (
         softbottle.mixtape(2, "tanh", frequent=9, gate_dim=np.int64(3))
     ),
+    "doc(components=3, lower=2)": lambda: softbottle.doc(3, 2),
+    "mfs(components=3)": softbottle.mfs,
+    "mfs(components=2, positions=1)": lambda: softbottle.mfs(2, positions=1),
     "partition(classes=4, components=3)": lambda: softbottle.partition(4, 3),
 }
 

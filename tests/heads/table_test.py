@@ -56,6 +56,8 @@ def test_what_a_config_sets_is_what_heads_have():
             {"name": "mixtape", "frequent": 9, "gate_dim": 3},
             softbottle.mixtape(frequent=9, gate_dim=3),
         ),
+        ({"name": "doc", "components": 3, "lower": 2}, softbottle.doc(3, 2)),
+        ({"name": "mfs", "layers": 2}, softbottle.mfs(layers=2)),
     ],
 )
 def test_a_config_gives_the_head_with_its_settings(settings, head):

@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from softbottle import backbones
 from softbottle.analysis import curves
 from softbottle.analysis.capture import (
     SAMPLE,
@@ -165,7 +164,7 @@ def make_reader(run: Run) -> Reader:
     It is compiled once, whatever parameters it is called with: those of every
     checkpoint of a series have the same shapes.
     """
-    backbone = backbones.make(run.config)
+    backbone = run.model.backbone
 
     @jax.jit
     def stretch(params, batch, carry):

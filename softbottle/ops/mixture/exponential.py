@@ -209,8 +209,8 @@ def _vocabulary_bar(sums, padded, vocabulary):
     table_VE, bias_V = vocabulary
     width = table_VE.shape[1]
     tables, biases = [], []
-    if len(sums) > 1:
-        # Or XLA would copy each sum to cut it, and once more to join them.
+    if len(sums) > 1 or table_VE.dtype != sums[0].table_PM.dtype:
+        # Or XLA would copy each sum to cut it, and once more to join or to round them.
         sums = jax.lax.optimization_barrier(sums)
     for own, part in zip(sums, padded, strict=True):
         rows = len(part.bias_V)

@@ -1,0 +1,119 @@
+"""States of several layers and positions, for heads that read them side by side."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from softbottle import backbones
+from softbottle.config import Config
+
+ROWS, LENGTH = 2, 7
+
+
+def make(backbone, layers, positions, **rates):
+    config = Config()
+    model = config.model
+    model.backbone, model.layers, model.attention_heads = backbone, 3, 2
+    model.embed_dim, model.hidden_dim, model.last_dim = 5, 8, 6
+    for name, rate in rates.items():
+        setattr(config.regularise, name, rate)
+    return config, backbones.make(config, None, layers, positions)
+
+
+def setup(model):
+    embedded_BSE = jax.random.normal(jax.random.key(0), (ROWS, LENGTH, 5))
+    inputs = (embedded_BSE, model.initial_carry(ROWS), jnp.ones((ROWS, LENGTH), int))
+    return model.init(jax.random.key(1), *inputs, train=False), inputs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backbone", ["awd_lstm", "transformer"])
+def test_the_layers_below_are_those_that_the_instruments_see(backbone):
+    config, wide = make(backbone, 3, 1)
+    narrow = backbones.make(config)
+    variables, inputs = setup(wide)
+    plain, seen = narrow.apply(
+        variables, *inputs, train=False, mutable=["intermediates"]
+    )
+    found = wide.apply(variables, *inputs, train=False)
+    assert found.hidden_BSD.shape[-1] == sum(backbones.read_widths(config, 3, 1))
+    last, *below = jnp.split(found.hidden_BSD, (6, 14), axis=-1)
+    chex.assert_trees_all_close(last, plain.hidden_BSD, atol=1e-6)
+    chex.assert_trees_all_close(found.raw_BSD, plain.raw_BSD, atol=1e-6)
+    chex.assert_trees_all_close(found.carry, plain.carry, atol=1e-6)
+    if backbone == "awd_lstm":
+        expected = seen["intermediates"]["inner_BSH"][::-1]
+    else:
+        # What enters the last two blocks has left the two below; of root mean square 1.
+        entering = seen["intermediates"]["entering_LBSD"][0][:0:-1]
+        expected = [
+            each / jnp.sqrt(jnp.mean(each**2, axis=-1, keepdims=True) + 1e-6)
+            for each in entering
+        ]
+    chex.assert_trees_all_close(below, list(expected), atol=1e-6)
+
+
+@pytest.mark.slow
+def test_the_lower_states_of_an_lstm_are_dropped_as_the_next_layer_gets_them():
+    _, wide = make("awd_lstm", 2, 1, hidden=0.5)
+    variables, inputs = setup(wide)
+    key = {"dropout": jax.random.key(2)}
+    below = wide.apply(variables, *inputs, train=True, rngs=key).hidden_BSD[:, :, 6:]
+    gone = np.asarray(below == 0)
+    assert gone.any() and not gone.all()
+    np.testing.assert_array_equal(gone, np.broadcast_to(gone[:, :1], gone.shape))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backbone", ["awd_lstm", "transformer", "window"])
+def test_positions_are_newest_first_and_zero_before_their_segment(backbone):
+    _, wide = make(backbone, 1, 3)
+    _, narrow = make(backbone, 1, 1)
+    variables, (embedded_BSE, carry, _) = setup(wide)
+    segments_BS = jnp.array([[1, 1, 1, 1, 2, 2, 2], [1, 2, 2, 2, 2, 0, 0]])
+    plain_BSD = narrow.apply(
+        *(variables, embedded_BSE, narrow.initial_carry(ROWS), segments_BS), train=False
+    ).hidden_BSD
+    found = wide.apply(variables, embedded_BSE, carry, segments_BS, train=False)
+    expected = np.zeros((ROWS, LENGTH, 3, 6), np.float32)
+    for row, place, back in np.ndindex(ROWS, LENGTH, 3):
+        source = place - back
+        if source >= 0 and segments_BS[row, source] == segments_BS[row, place]:
+            expected[row, place, back] = plain_BSD[row, source]
+    expected_BSD = expected.reshape(ROWS, LENGTH, 18)
+    np.testing.assert_allclose(found.hidden_BSD, expected_BSD, atol=1e-6)
+    assert found.raw_BSD.shape[-1] == 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cut", [1, 4])
+def test_two_halves_of_a_stream_equal_the_whole(cut):
+    _, wide = make("awd_lstm", 2, 3)
+    variables, (embedded_BSE, carry, segments_BS) = setup(wide)
+    whole = wide.apply(variables, embedded_BSE, carry, segments_BS, train=False)
+    parts = []
+    for piece in (slice(0, cut), slice(cut, LENGTH)):
+        trunk = wide.apply(
+            *(variables, embedded_BSE[:, piece], carry, segments_BS[:, piece]),
+            train=False,
+        )
+        carry = trunk.carry
+        parts.append(trunk.hidden_BSD)
+    joined_BSD = jnp.concatenate(parts, axis=1)
+    chex.assert_trees_all_close(joined_BSD, whole.hidden_BSD, atol=1e-6)
+    chex.assert_trees_all_close(carry, whole.carry, atol=1e-6)
+
+
+def test_a_transformer_still_carries_nothing():
+    _, wide = make("transformer", 2, 3)
+    assert wide.initial_carry(ROWS) == ()
+
+
+@pytest.mark.parametrize("backbone, there", [("window", 1), ("awd_lstm", 3)])
+def test_more_layers_than_there_are_are_refused(backbone, there):
+    with pytest.raises(
+        ValueError, match=f"reads 4 layers, but the {backbone} has {there}"
+    ):
+        make(backbone, 4, 1)
