@@ -25,7 +25,7 @@ import numpy as np
 from softbottle import config as config_lib
 from softbottle import files, model
 from softbottle.data.vocab import Vocab
-from softbottle.training import checkpoint, state
+from softbottle.training import checkpoint, readme, state
 
 PART_BYTES = 15 * 2**20
 
@@ -99,6 +99,7 @@ def read(folder: pathlib.Path | str, workdir: pathlib.Path | str) -> None:
         best.save(index["step"], params, {"step": index["step"]})
         best.close()
         state.write_run(partial, config, vocab, index.get("text"))
+        readme.write(partial, workdir)
         partial.rename(workdir)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
