@@ -29,6 +29,9 @@ CONFIG = program.define_config()
 SUITE = flags.DEFINE_string("suite", None, f"One of {', '.join(SUITES)}.")
 SHAPES = flags.DEFINE_list("shapes", [], "Sizes by name; default: all, tiny on a CPU.")
 SWEEP = flags.DEFINE_string("sweep", None, "head: components or vocab.")
+HEADS = flags.DEFINE_list(
+    "heads", None, "head: the whole heads at tiny and lm1b-100k; default: all."
+)
 IMPLEMENTATIONS = flags.DEFINE_list("implementations", [], "Ours, by name.")
 PEERS = flags.DEFINE_list("peers", [], "torch, cce.")
 BUDGET = flags.DEFINE_integer("budget_mib", 0, "0: the default.", lower_bound=0)
@@ -94,6 +97,7 @@ def _head(ask, seconds):
         IMPLEMENTATIONS.value or ["auto", "blocked"],
         PEERS.value,
         sweep=SWEEP.value,
+        heads=HEADS.value,
         budget_mib=BUDGET.value,
         seconds=seconds,
     )

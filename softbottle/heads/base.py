@@ -77,6 +77,12 @@ class Head(abc.ABC):
         )
         return f"{self.name}({', '.join(settings)})"
 
+    def _check_positive(self, *names: str) -> None:
+        """Make these settings ints, or raise ValueError unless all are above 0."""
+        for name in names:
+            value = positive_integer(name, getattr(self, name))
+            object.__setattr__(self, name, value)
+
     @classmethod
     def settings(cls) -> list[str]:
         """The names of the settings, in the order of the call."""

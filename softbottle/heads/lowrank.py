@@ -28,7 +28,7 @@ class LowRank(base.Head):
 
     def __post_init__(self) -> None:
         """Check the settings."""
-        object.__setattr__(self, "rank", base.positive_integer("rank", self.rank))
+        self._check_positive("rank")
 
     @property
     def projects(self) -> bool:

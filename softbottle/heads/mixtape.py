@@ -172,9 +172,7 @@ class Mixtape(contexts.Projecting):
     def __post_init__(self) -> None:
         """Check the settings."""
         super().__post_init__()
-        for name in ("components", "frequent", "gate_dim"):
-            value = base.positive_integer(name, getattr(self, name))
-            object.__setattr__(self, name, value)
+        self._check_positive("components", "frequent", "gate_dim")
         if self.components < 2 or self.components & (self.components - 1):
             raise ValueError(
                 f"components must be 2, 4, 8 or another power of two, got "

@@ -35,8 +35,7 @@ class Mixed(contexts.Projecting):
     def __post_init__(self) -> None:
         """Check the settings."""
         super().__post_init__()
-        components = base.positive_integer("components", self.components)
-        object.__setattr__(self, "components", components)
+        self._check_positive("components")
 
     @property
     def contexts(self) -> int:
@@ -82,12 +81,12 @@ class MixtureOfSoftmaxes(Mixed):
             if self.draw:
                 raise ValueError("draw is for a mixture some of which is active.")
             return
-        active = base.positive_integer("active", self.active)
-        if active > self.components:
+        self._check_positive("active")
+        if self.active > self.components:
             raise ValueError(
-                f"active must be at most components={self.components}, got {active}."
+                f"active must be at most components={self.components}, got "
+                f"{self.active}."
             )
-        object.__setattr__(self, "active", active)
 
     @property
     def products(self) -> int:
@@ -163,8 +162,7 @@ class PlainOrMixed(base.Head):
         """Check the settings."""
         contexts.check(self.context)
         if self.components is not None:
-            components = base.positive_integer("components", self.components)
-            object.__setattr__(self, "components", components)
+            self._check_positive("components")
         elif self.context != contexts.DEFAULT:
             raise ValueError(
                 f"context={self.context!r} is for a mixture, and components is not set."

@@ -36,9 +36,7 @@ class Partition(contexts.Projecting):
     def __post_init__(self) -> None:
         """Check the settings."""
         super().__post_init__()
-        for name in ("classes", "components"):
-            value = base.positive_integer(name, getattr(self, name))
-            object.__setattr__(self, name, value)
+        self._check_positive("classes", "components")
 
     @property
     def contexts(self) -> int:
