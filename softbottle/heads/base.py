@@ -12,16 +12,13 @@ input, may be split over devices and is where the memory goes.
 
 import abc
 import dataclasses
-import functools
-import inspect
-from collections.abc import Callable, Sequence
-from typing import ClassVar, ParamSpec, TypeVar
+from collections.abc import Sequence
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import AxisType
 
+from softbottle.heads import checks
 from softbottle.heads.predictions import OfMixture, Predictions, States
 from softbottle.ops.mixture import likelihood
 from softbottle.ops.mixture.activations import SOFTMAX, Activation
@@ -34,8 +31,6 @@ from softbottle.ops.mixture.arrays import (
 from softbottle.ops.mixture.options import DEFAULTS, Options, check_range
 
 Params = dict[str, jax.Array]
-P = ParamSpec("P")
-H = TypeVar("H")
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -80,7 +75,7 @@ class Head(abc.ABC):
     def _check_positive(self, *names: str) -> None:
         """Make these settings ints, or raise ValueError unless all are above 0."""
         for name in names:
-            value = positive_integer(name, getattr(self, name))
+            value = checks.positive_integer(name, getattr(self, name))
             object.__setattr__(self, name, value)
 
     @classmethod
@@ -231,7 +226,7 @@ class Head(abc.ABC):
             ValueError: if shapes do not go together, an array is float16, the labels
                 are not integers, or an option is refused.
         """
-        _check_states(params, hidden_TD)
+        checks.states(params, hidden_TD)
         if weights_T is None:
             weights_T = jnp.ones(len(hidden_TD))
         if weights_T.shape != hidden_TD.shape[:1]:
@@ -430,60 +425,13 @@ class Head(abc.ABC):
 
     def _predict(self, output, hidden_TD, latent_mask, options, key=None):
         params, table_VE, bias_V = output
-        _check_states(params, hidden_TD)
+        checks.states(params, hidden_TD)
         check_range(params=params, hidden_TD=hidden_TD)
-        _check_mesh(params=params, table_VE=table_VE, hidden_TD=hidden_TD)
+        checks.mesh(params=params, table_VE=table_VE, hidden_TD=hidden_TD)
         states = States(hidden_TD, latent_mask, key)
         return self.predictions(
             params, Vocabulary.of(table_VE, bias_V), states, options
         )
-
-
-def _check_states(params, hidden_TD):
-    if hidden_TD.ndim != 2:
-        raise ValueError(
-            f"hidden_TD must be [tokens, width], got the shape {hidden_TD.shape}; "
-            "flatten rows and positions first, with hidden.reshape(-1, width)."
-        )
-    width = hidden_TD.shape[1]
-    for name, array in params.items():
-        if name.rpartition("_")[2].startswith("D") and len(array) != width:
-            raise ValueError(
-                f"hidden_TD is {width} wide, but the head's parameters are of states "
-                f"{len(array)} wide: {name} has the shape {array.shape}."
-            )
-
-
-def _check_mesh(**trees):
-    """Raise ValueError if an array is split over axes of an Explicit mesh."""
-    for name, tree in trees.items():
-        for leaf in jax.tree.leaves(tree):
-            sharding = jax.typeof(leaf).sharding
-            # Inside `auto_axes` and `shard_map` no axis is Explicit.
-            if any(sharding.spec) and AxisType.Explicit in sharding.mesh.axis_types:
-                raise ValueError(
-                    f"{name} is split over axes of an Explicit mesh, {sharding.spec}: "
-                    "under jax.set_mesh(mesh) wrap the function that calls the head, "
-                    "jax.sharding.auto_axes(function, out_sharding=P()) for a loss; or "
-                    "give jax.make_mesh axis_types=(jax.sharding.AxisType.Auto, ...)."
-                )
-
-
-def factory(make: Callable[P, H]) -> Callable[P, H]:
-    """A function that makes a head, whose errors about arguments list those it has."""
-    signature = inspect.signature(make)
-    call = signature.replace(return_annotation=signature.empty)
-
-    @functools.wraps(make)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> H:
-        try:
-            signature.bind_partial(*args, **kwargs)  # an unknown name before a missing
-            signature.bind(*args, **kwargs)
-        except TypeError as error:
-            raise TypeError(f"{make.__name__}{call}: {error}.") from None
-        return make(*args, **kwargs)
-
-    return checked
 
 
 def single(hidden_TD: jax.Array, latent_mask: jax.Array | None) -> Mixture:
@@ -505,22 +453,3 @@ def uniform(key: jax.Array, shape: tuple[int, ...], fan_in: float) -> jax.Array:
     """Uniform in plus or minus 1/sqrt(fan_in), as PyTorch's Linear starts."""
     bound = fan_in**-0.5
     return jax.random.uniform(key, shape, minval=-bound, maxval=bound)
-
-
-def check_classes(classes: int, words: int) -> None:
-    """Raise ValueError unless every class has a word."""
-    if classes > words:
-        raise ValueError(
-            f"classes={classes} are more than the vocabulary's {words} words."
-        )
-
-
-def positive_integer(name: str, value: int) -> int:
-    """The value as an int.
-
-    Raises:
-        ValueError: unless it is an integer above 0.
-    """
-    if not isinstance(value, int | np.integer) or value < 1:
-        raise ValueError(f"{name} must be an integer >= 1, got {value!r}.")
-    return int(value)

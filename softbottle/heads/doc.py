@@ -21,7 +21,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from softbottle.heads import base, contexts
+from softbottle.heads import base, checks, contexts
 from softbottle.heads.base import Mixture, Params
 from softbottle.heads.several import ReadsSeveral
 
@@ -104,7 +104,7 @@ class DirectOutputConnection(ReadsSeveral):
         return Mixture(log_prior_TK, base.masked(context_TKE, latent_mask))
 
 
-@base.factory
+@checks.factory
 def doc(
     components: int, lower: int, context: str = contexts.DEFAULT
 ) -> DirectOutputConnection:

@@ -25,7 +25,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from softbottle.heads import base, contexts
+from softbottle.heads import base, checks, contexts
 from softbottle.heads.base import Mixture, Params
 from softbottle.heads.several import ReadsSeveral
 
@@ -66,7 +66,7 @@ class MultiFacet(ReadsSeveral):
 
     def check_words(self, words: int) -> None:
         """Raise ValueError unless every class has a word."""
-        base.check_classes(self.classes, words)
+        checks.classes(self.classes, words)
 
     def init_states(
         self, key: jax.Array, hidden_dims: Sequence[int], context_dim: int
@@ -119,7 +119,7 @@ class MultiFacet(ReadsSeveral):
         return Mixture(contexts.log_weights(read_TQ, params["prior_QK"]), context_TNKE)
 
 
-@base.factory
+@checks.factory
 def mfs(
     components: int = 3,
     *,

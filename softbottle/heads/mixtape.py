@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from softbottle import ops
-from softbottle.heads import base, contexts
+from softbottle.heads import base, checks, contexts
 from softbottle.heads.base import Mixture, Params
 from softbottle.heads.predictions import States
 from softbottle.ops.mixture import gated, shards
@@ -306,7 +306,7 @@ def frequent_rows(count: int, rows: int, options: Options) -> jax.Array:
     return jnp.arange(rows) + shards.first_row(rows, options) < count
 
 
-@base.factory
+@checks.factory
 def mixtape(
     components: int = 4,
     context: str = contexts.DEFAULT,

@@ -17,7 +17,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from softbottle.heads import base, contexts
+from softbottle.heads import base, checks, contexts
 from softbottle.heads.base import Mixture, Params
 
 
@@ -119,7 +119,7 @@ class MixtureOfSoftmaxes(Mixed):
         return Mixture(log_prior_Tk, context_TkE)
 
 
-@base.factory
+@checks.factory
 def mos(
     components: int,
     context: str = contexts.DEFAULT,

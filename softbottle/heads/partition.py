@@ -15,7 +15,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from softbottle.heads import base, contexts
+from softbottle.heads import base, checks, contexts
 from softbottle.heads.base import Mixture, Params
 
 
@@ -45,7 +45,7 @@ class Partition(contexts.Projecting):
 
     def check_words(self, words: int) -> None:
         """Raise ValueError unless every class has a word."""
-        base.check_classes(self.classes, words)
+        checks.classes(self.classes, words)
 
     def init(self, key: jax.Array, hidden_dim: int, context_dim: int) -> Params:
         """The contexts' parameters, and a mixture's `prior_DK`; see `Head.init`."""
@@ -77,7 +77,7 @@ class Partition(contexts.Projecting):
         return self.components
 
 
-@base.factory
+@checks.factory
 def partition(
     classes: int, components: int = 1, context: str = contexts.DEFAULT
 ) -> Partition:
