@@ -17,6 +17,7 @@ FLOORS = {
     "softbottle.backbones": 2,
     "softbottle.data": 2,
     "softbottle.distributed": 2,
+    "softbottle.drawing": 2,
     "softbottle.heads": 2,
     "softbottle.sharding": 2,
     "softbottle.model": 3,

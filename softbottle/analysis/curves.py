@@ -4,7 +4,8 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from softbottle.analysis import drawing, report
+from softbottle import drawing
+from softbottle.analysis import report
 from softbottle.analysis.capture import Capture, present
 from softbottle.analysis.settings import Settings
 from softbottle.training import metrics
@@ -28,29 +29,21 @@ def draw(lines: list[dict[str, Any]], title: str) -> drawing.Figure:
     points = validations(lines)
     if not points:
         raise ValueError("the run has no validation to draw.")
-    figure = drawing.Figure(figsize=(7, 4), layout="constrained")
+    figure = drawing.Figure()
     axes = figure.subplots()
-    for averaged, label in ((False, "weights"), (True, "averaged weights")):
+    for averaged, name in ((False, "weights"), (True, "averaged weights")):
         part = [line for line in points if line["averaging"] is averaged]
         if part:
             axes.plot(
                 [line["epoch"] for line in part],
                 [line["valid_perplexity"] for line in part],
                 marker="o" if len(part) < 20 else None,
-                label=label,
+                label=f"{name}: {part[-1]['valid_perplexity']:.2f}",
             )
-    last = points[-1]
-    axes.annotate(
-        f"{last['valid_perplexity']:.2f}",
-        (last["epoch"], last["valid_perplexity"]),
-        xytext=(0, 8),
-        textcoords="offset points",
-        ha="right",
-    )
     axes.set(xlabel="epoch", ylabel="validation perplexity", title=title, yscale="log")
     axes.yaxis.set_major_formatter("{x:.4g}")
     axes.yaxis.set_minor_formatter("{x:.4g}")
-    axes.legend()
+    drawing.label(axes)
     return figure
 
 
@@ -61,7 +54,7 @@ def compare(runs: dict[str, list[dict[str, Any]]]) -> drawing.Figure:
         runs: by name, a run's metrics, with a validation or more; padding counts
             among the tokens.
     """
-    figure = drawing.Figure(figsize=(7, 4), layout="constrained")
+    figure = drawing.Figure()
     axes = figure.subplots()
     for name, lines in runs.items():
         data = lines[0]["start"]["config"]["data"]
@@ -76,7 +69,7 @@ def compare(runs: dict[str, list[dict[str, Any]]]) -> drawing.Figure:
     axes.set(xlabel="million tokens", ylabel="validation perplexity", yscale="log")
     axes.yaxis.set_major_formatter("{x:.4g}")
     axes.yaxis.set_minor_formatter("{x:.4g}")
-    axes.legend()
+    drawing.label(axes)
     return figure
 
 

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from softbottle import files
-from softbottle.analysis import drawing
+from softbottle import drawing, files
 
 # Letters of 10 points are then 7.5 pixels high at least: on a phone a wide figure is
 # moved sideways under the finger rather than made too small to read.

@@ -5,21 +5,21 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-import matplotlib.figure
 import matplotlib.ticker
 import numpy as np
+
+from softbottle import drawing
 
 Row = dict[str, Any]
 # The size on the axis: its place in a row's case, and its name.
 AXES = {"components": (2, "components K"), "vocab": (4, "words V")}
-COLORS = ("#0b6e99", "#c4501b", "#4f7d2d", "#7a4d9f")
 
 
 def cost(paths: Sequence[pathlib.Path | str], out: pathlib.Path | str) -> None:
     """Draw the sweeps in JSON files of `--suite head --sweep`, one panel for each.
 
-    Each variant is drawn with the straight line that fits it best; the legend gives
-    its constant and its slope.
+    Each variant is drawn with the straight line that fits it best; its name comes with
+    the line's constant and slope.
 
     Raises:
         ValueError: if a file holds no sweep.
@@ -28,14 +28,12 @@ def cost(paths: Sequence[pathlib.Path | str], out: pathlib.Path | str) -> None:
     for path, result in zip(paths, results, strict=True):
         if result.get("sweep") not in AXES:
             raise ValueError(f"{path} is not the result of --suite head --sweep.")
-    figure = matplotlib.figure.Figure(
-        figsize=(5.2 * len(results), 4), facecolor="white", layout="constrained"
-    )
+    figure = drawing.Figure(figsize=(6 * len(results), 4))
     panels = figure.subplots(1, len(results), squeeze=False)[0]
     for axes, result in zip(panels, results, strict=True):
         _panel(axes, result)
     pathlib.Path(out).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(out, dpi=150)
+    figure.save(pathlib.Path(out))
 
 
 def line(rows: list[Row], sweep: str) -> tuple[np.ndarray, np.ndarray, float, float]:
@@ -57,23 +55,21 @@ def _panel(axes, result):
         if row["status"] == "ok" and "same_program_as" not in row
     ]
     unit, per = (1, "component") if sweep == "components" else (1000, "1,000 words")
-    for variant, color in zip(
-        dict.fromkeys(row["variant"] for row in rows), COLORS, strict=False
-    ):
+    for variant in dict.fromkeys(row["variant"] for row in rows):
         points = [row for row in rows if row["variant"] == variant]
         size, ms, constant, slope = line(points, sweep)
         # "auto" is what a user gets without asking.
         name = "softbottle" if variant == "auto" else variant
-        label = f"{name}: {constant:.2f} ms + {unit * slope:.3g} ms per {per}"
-        axes.plot(size, ms, "o", color=color, label=label)
-        axes.plot(size, constant + slope * size, "-", color=color, linewidth=1)
+        label = f"{name}\n{constant:.2f} ms + {unit * slope:.3g} ms\nper {per}"
+        (dots,) = axes.plot(size, ms, "o", label=label)
+        fit = constant + slope * size
+        axes.plot(size, fit, "-", color=dots.get_color(), linewidth=1)
     _, tokens, components, dim, vocab = rows[0]["case"]
     fixed = f"K={components}" if sweep == "vocab" else f"V={vocab:,}"
-    axes.set_title(f"N={tokens}, d={dim}, {fixed} on {result['device']}", fontsize=10)
+    axes.set_title(f"N={tokens}, d={dim}, {fixed} on {result['device']}")
     axes.set_xlabel(AXES[sweep][1])
     axes.set_ylabel("loss and gradient, ms")
     axes.xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
-    axes.legend(fontsize=8, frameon=False)
-    axes.grid(alpha=0.3)
+    drawing.label(axes)

@@ -11,28 +11,19 @@ import matplotlib.backends.backend_agg
 import numpy as np
 from matplotlib.lines import Line2D
 
-from softbottle.analysis import drawing
+from softbottle import drawing
 from softbottle.experiments import frontier_report
 from softbottle.experiments.frontier_arms import SOFTMAX
 
 _NAMED = 8  # more points than these are numbered
 # Of a label's place about its point: first to the upper right, off the frontier's line.
 _ANGLES = math.pi * (0.25 + np.arange(16) / 8)
-_COLORS = {
-    "softmax": "black",
-    "sigsoftmax": "tab:brown",
-    "softcap": "tab:pink",
-    "moc": "tab:green",
-    "mos": "tab:blue",
-    "partition": "tab:orange",
-    "mixtape": "tab:purple",
-}
 
 
 def draw(rows: Sequence[dict[str, Any]]) -> drawing.Figure:
     """Perplexity by seconds, parameters and memory, and by the words' frequency."""
     found = frontier_report.points(rows)
-    figure = drawing.Figure(figsize=(14, 11), layout="constrained")
+    figure = drawing.Figure(figsize=(14, 11))
     matplotlib.backends.backend_agg.FigureCanvasAgg(figure)
     panels = figure.subplots(2, 2)
     numbered = len(found) > _NAMED
@@ -71,7 +62,9 @@ def _scatter(axes, found, field, unit):
         axes.text(0.5, 0.5, "not counted on this device", ha="center")
         return
     front = _front(list(located.values()))
-    axes.step(*zip(*front, strict=True), where="post", color="tab:red", lw=1, zorder=0)
+    axes.step(
+        *zip(*front, strict=True), where="post", color=drawing.GRAY, lw=1, zorder=1
+    )
     axes.set_xscale("log")
     axes.margins(0.12)
     # At least a factor of two, or costs that hardly differ would look far apart.
@@ -120,7 +113,7 @@ def _frequencies(axes, found, labels):
             va="center",
             fontsize=8,
             color=_color(point),
-            arrowprops={"arrowstyle": "-", "lw": 0.4, "color": "gray"},
+            arrowprops={"arrowstyle": "-", "lw": 0.4, "color": drawing.GRAY},
         )
     top, bottom = max([high, *heights]), min([low, *heights[:1]]) - above
     axes.set_ylim(min(low, bottom - gap), max(high, top - above + gap))
@@ -212,4 +205,4 @@ def _handle(point, label):
 
 
 def _color(point):
-    return _COLORS.get(point.head.partition("(")[0], "tab:gray")
+    return drawing.HEADS.get(point.head.partition("(")[0], drawing.GRAY)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from softbottle import config as config_lib
-from softbottle.analysis import drawing
+from softbottle import drawing
 from softbottle.analysis.instruments import rank
 from softbottle.data import synthetic
 from softbottle.data.vocab import Corpus

@@ -6,7 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from softbottle.analysis import drawing, report
+from softbottle import drawing
+from softbottle.analysis import report
 
 
 def make_section(name="a-curve", numbers=None):

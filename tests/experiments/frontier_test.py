@@ -12,9 +12,9 @@ import pytest
 from configs import lm1b
 from softbottle import config as configs
 from softbottle import sharding
-from softbottle.analysis.drawing import Figure
 from softbottle.data import corpus as corpora
 from softbottle.data import lines
+from softbottle.drawing import Figure
 from softbottle.experiments import (
     frontier,
     frontier_plot,

@@ -33,7 +33,8 @@ from typing import NamedTuple
 import numpy as np
 from scipy import optimize, stats
 
-from softbottle.analysis import drawing, report
+from softbottle import drawing
+from softbottle.analysis import report
 from softbottle.analysis.capture import Capture, present, real
 from softbottle.analysis.settings import Settings
 
@@ -175,7 +176,7 @@ def set_margin(
 
 def section(reaches: dict[str, Reach], sets: dict[str, TopSets]) -> report.Section:
     """Unreachable words, and the sizes of sets that can be on top, by head."""
-    figure = drawing.Figure(figsize=(7, 4.2), layout="constrained")
+    figure = drawing.Figure(figsize=(7, 4.2))
     axes = figure.subplots()
     for name, top in sets.items():
         (line,) = axes.plot(top.sizes_N, top.fraction_N, marker="o", label=name)
@@ -183,7 +184,7 @@ def section(reaches: dict[str, Reach], sets: dict[str, TopSets]) -> report.Secti
         axes.axvline(top.dim / 2, linestyle=":", color=line.get_color())
     axes.set(xlabel="words in the set", ylabel="share of sets that can be on top")
     axes.set(ylim=(-0.03, 1.03))
-    axes.legend()
+    drawing.label(axes)
     caption = (
         "Dots: random sets of words that some hidden state ranks above all others. "
         "Dashed: what is proved for a random table of the same shape, at least. "

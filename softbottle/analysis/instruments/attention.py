@@ -32,7 +32,8 @@ from typing import NamedTuple
 import numpy as np
 from scipy import stats
 
-from softbottle.analysis import drawing, report
+from softbottle import drawing
+from softbottle.analysis import report
 from softbottle.analysis.capture import Capture, present
 from softbottle.analysis.instruments import normalizers
 from softbottle.analysis.settings import Settings
@@ -257,7 +258,7 @@ def survey(logits_RL: np.ndarray, values_LD: np.ndarray) -> Limits:
 
 def section(limits: Limits) -> report.Section:
     """The limits of each normaliser in four pictures."""
-    figure = drawing.Figure(figsize=(9, 7), layout="constrained")
+    figure = drawing.Figure(figsize=(9, 7))
     distance, inside, length, gradient = figure.subplots(2, 2).ravel()
     for name, selections in limits.selections.items():
         _draw_selections(distance, inside, name, limits.counts_N, selections)
@@ -266,7 +267,7 @@ def section(limits: Limits) -> report.Section:
         [getattr(selection, field).mean() for selection in limits.selections["softmax"]]
         for field in ("inside_lower_R", "inside_upper_R")
     )
-    inside.fill_between(limits.counts_N, lower, upper, color="grey", alpha=0.15)
+    inside.fill_between(limits.counts_N, lower, upper, color=drawing.GRAY, alpha=0.15)
     length.loglog(limits.lengths_N, limits.law_N2[:, 1].clip(max=1), "k:")
     length.loglog(limits.lengths_N, 1 / limits.lengths_N, "k-", linewidth=0.8)
     t_N = limits.temperatures_N
@@ -281,7 +282,7 @@ def section(limits: Limits) -> report.Section:
     length.tick_params(which="minor", labelbottom=False)
     gradient.set(xlabel="temperature", ylabel="change of weights by logit")
     for axes in (distance, inside, length, gradient):
-        axes.legend(fontsize="small")
+        drawing.label(axes)
     firsts = "; ".join(
         f"{name}: {'none of those tried' if count is None else count}"
         for name, count in limits.critical.items()

@@ -23,7 +23,8 @@ import matplotlib.ticker
 import numpy as np
 from scipy import special, stats
 
-from softbottle.analysis import drawing, report
+from softbottle import drawing
+from softbottle.analysis import report
 from softbottle.analysis.capture import Capture
 from softbottle.analysis.instruments import attention, normalizers
 from softbottle.analysis.settings import Settings
@@ -118,7 +119,7 @@ def measure(
 
 def section(models: dict[str, Heads]) -> report.Section:
     """Models side by side: a map of layers and heads each, and critical numbers."""
-    figure = drawing.Figure(figsize=(11, 3.8 * len(models)), layout="constrained")
+    figure = drawing.Figure(figsize=(11, 3.8 * len(models)))
     for row, (name, heads) in zip(
         figure.subplots(len(models), 3, squeeze=False), models.items(), strict=True
     ):
@@ -132,6 +133,7 @@ def section(models: dict[str, Heads]) -> report.Section:
                 values_LH.T, aspect="auto", vmin=0, vmax=1, cmap="Blues"
             )
             axes.set(xlabel="layer", title=title)
+            axes.grid(False)
             for axis in (axes.xaxis, axes.yaxis):
                 axis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
         row[0].set_ylabel(f"{name}\nhead")
@@ -174,7 +176,7 @@ def _of_capture(capture):
 
 
 def _draw_normalizers(models):
-    figure = drawing.Figure(figsize=(9, 3.2), layout="constrained")
+    figure = drawing.Figure(figsize=(9, 3.2))
     width = 0.8 / len(models)
     for axes, key in zip(figure.subplots(1, len(_COMPARED)), _COMPARED, strict=True):
         for index, (name, heads) in enumerate(models.items()):
@@ -188,7 +190,7 @@ def _draw_normalizers(models):
             longest = max(heads.length for heads in models.values())
             axes.set(yscale="log", ylim=(0.5 / longest, 1))
     if len(models) > 1:
-        axes.legend(fontsize="small")
+        drawing.label(axes)
     reading = (
         "The same logits under other normalisers, mean over all heads. They were "
         "trained for softmax, so this shows what a normaliser does, not how a model "

@@ -21,7 +21,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from softbottle.analysis import drawing, report
+from softbottle import drawing
+from softbottle.analysis import report
 from softbottle.analysis.capture import Capture, bias_or_zeros, present, real
 from softbottle.analysis.settings import Settings
 from softbottle.ops.mixture.activations import SOFTMAX, Activation
@@ -148,7 +149,7 @@ def _of_capture(capture):
 
 def section(heads: dict[str, Gradient]) -> report.Section:
     """Heads side by side: what they keep, beside chance, against their width."""
-    figure = drawing.Figure(figsize=(7, 4), layout="constrained")
+    figure = drawing.Figure()
     axes = figure.subplots()
     for name, head in heads.items():
         (line,) = axes.plot(head.width, head.kept, "o", label=name)
@@ -157,7 +158,7 @@ def section(heads: dict[str, Gradient]) -> report.Section:
         if head.by_rank:
             axes.plot(*zip(*sorted(head.by_rank.items()), strict=True), color=color)
     axes.set(xlabel="width of the head", ylabel="norm kept", ylim=(0, 1), xscale="log")
-    axes.legend()
+    drawing.label(axes)
     reading = (
         "Dots: the share of the gradient's norm that the head passes on; dashes: what "
         "chance would keep; lines: by the head's leading directions alone."

@@ -28,8 +28,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from softbottle import heads
-from softbottle.analysis import drawing, report
+from softbottle import drawing, heads
+from softbottle.analysis import report
 from softbottle.analysis.capture import Capture, bias_or_zeros, powers, real
 from softbottle.analysis.settings import Settings
 
@@ -236,7 +236,7 @@ def _knee(ranks, losses):
 
 def section(models: dict[str, LowRank]) -> report.Section:
     """Models side by side: loss against rank, and against W-error."""
-    figure = drawing.Figure(figsize=(10, 4), layout="constrained")
+    figure = drawing.Figure(figsize=(10, 4))
     by_rank, by_error = figure.subplots(1, 2)
     lines = []
     for name, curve in models.items():
@@ -256,7 +256,7 @@ def section(models: dict[str, LowRank]) -> report.Section:
         lines.append(sentence + ".")
     by_rank.set(xlabel="rank of the head", ylabel="loss (nats)", xscale="log")
     by_error.set(xlabel="W-error of the model's own table", ylabel="loss (nats)")
-    by_rank.legend()
+    drawing.label(by_rank)
     reading = (
         "Heads of limited rank trained on the model's frozen states. A line that is "
         "still falling at its right end says that every dimension is in use; whether "

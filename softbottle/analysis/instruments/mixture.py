@@ -5,7 +5,8 @@ from typing import NamedTuple
 import matplotlib.ticker
 import numpy as np
 
-from softbottle.analysis import drawing, report
+from softbottle import drawing
+from softbottle.analysis import report
 from softbottle.analysis.capture import real
 
 
@@ -63,7 +64,7 @@ def mixing(log_prior_TK: np.ndarray, log_label_TK: np.ndarray) -> Mixing:
 
 def draw(mixed: dict[str, Mixing]) -> report.Figure:
     """Mean weights and responsibilities of the components, largest first."""
-    figure = drawing.Figure(figsize=(8, 3.5), layout="constrained")
+    figure = drawing.Figure(figsize=(8, 3.5))
     axes = figure.subplots()
     for name, mixing in mixed.items():
         order_K = np.argsort(-mixing.usage_K)
@@ -73,7 +74,7 @@ def draw(mixed: dict[str, Mixing]) -> report.Figure:
         )
     axes.set(xlabel="component, by weight", ylabel="mean share", ylim=(0, None))
     axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
-    axes.legend()
+    drawing.label(axes)
     reading = (
         "Mean weight of each component, and its mean responsibility for the words that "
         "came. A component near zero is idle."

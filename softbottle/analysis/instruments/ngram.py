@@ -30,7 +30,8 @@ from typing import NamedTuple
 import numpy as np
 from scipy import sparse
 
-from softbottle.analysis import drawing, report
+from softbottle import drawing
+from softbottle.analysis import report
 from softbottle.analysis.capture import Capture, Text, present
 from softbottle.analysis.settings import Settings
 
@@ -162,7 +163,7 @@ def section(
         errors: by the corpus's name.
         widths: by the corpus's name, the widths of models that read it, by theirs.
     """
-    figure = drawing.Figure(figsize=(7, 4.2), layout="constrained")
+    figure = drawing.Figure(figsize=(7, 4.2))
     axes = figure.subplots()
     numbers, halves, models = {}, [], []
     for name, error in errors.items():
@@ -186,9 +187,9 @@ def section(
                 )
                 models.append(clause)
                 numbers[name][f"at the width of {model}"] = error.error_D[width]
-    axes.axhline(0.5, color="grey", linestyle=":", linewidth=1)
+    axes.axhline(0.5, color=drawing.GRAY, linestyle=":", linewidth=1)
     axes.set(xlabel="dimensions", ylabel="W-error", ylim=(0, 1.02), xscale="log")
-    axes.legend()
+    drawing.label(axes)
     reading = (
         "How much of the text's own next-word table the best table of a given rank "
         "leaves out: what the text asks for, not what a model loses, since it is a "

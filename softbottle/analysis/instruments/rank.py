@@ -22,7 +22,8 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from softbottle.analysis import drawing, report
+from softbottle import drawing
+from softbottle.analysis import report
 from softbottle.analysis.capture import Capture, joined, present, real
 from softbottle.analysis.instruments import factors, mixture, predictions
 from softbottle.analysis.settings import Precision, Settings
@@ -292,7 +293,7 @@ def _numbers(head):
 
 
 def _draw_spectra(heads):
-    figure = drawing.Figure(figsize=(8, 4.5), layout="constrained")
+    figure = drawing.Figure(figsize=(8, 4.5))
     axes = figure.subplots()
     for name, (ranks, *_) in heads.items():
         (line,) = axes.loglog(
@@ -301,7 +302,7 @@ def _draw_spectra(heads):
         tolerance = ranks.tolerances[ranks.precision] / ranks.sigma[0]
         axes.axhline(tolerance, color=line.get_color(), linestyle=":")
     axes.set(xlabel="index", ylabel="singular value over the largest", ylim=(1e-17, 2))
-    axes.legend()
+    drawing.label(axes)
     reading = "A cliff is a bottleneck: below the dotted tolerance there is rounding."
     return report.Figure("rank-spectrum", figure, reading)
 

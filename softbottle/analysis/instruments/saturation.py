@@ -20,7 +20,8 @@ from typing import NamedTuple
 import matplotlib.ticker
 import numpy as np
 
-from softbottle.analysis import drawing, report
+from softbottle import drawing
+from softbottle.analysis import report
 from softbottle.analysis.capture import Capture, present, real
 from softbottle.analysis.settings import Settings
 
@@ -124,21 +125,22 @@ def _layer(name, states_ND):
 
 def section(states: dict[str, Layers], heads: dict[str, Head]) -> report.Section:
     """Models side by side: their layers, and the spectra of their heads."""
-    figure = drawing.Figure(figsize=(11, 3.8), layout="constrained")
+    figure = drawing.Figure(figsize=(11, 3.8))
     cosines, peaks, spectra = figure.subplots(1, 3)
-    for name, layers in states.items():
-        cosines.plot(layers.anisotropy_L, marker=".", label=name)
-        peaks.semilogy(np.nanmax(layers.peak_LD, axis=1), marker=".", label=name)
     for name, (sigma, entropy) in heads.items():
-        spectra.semilogy(sigma / sigma[0], label=f"{name}: {entropy:.2f}")
-    peaks.axhline(OUTLIER, color="grey", linestyle=":")
+        (line,) = spectra.semilogy(sigma / sigma[0], label=f"{name}: {entropy:.2f}")
+        if name in states:
+            layers, color = states[name], line.get_color()
+            cosines.plot(layers.anisotropy_L, marker=".", color=color)
+            largest_L = np.nanmax(layers.peak_LD, axis=1)
+            peaks.semilogy(largest_L, marker=".", color=color)
+    peaks.axhline(OUTLIER, color=drawing.GRAY, linestyle=":")
     cosines.set(xlabel="layer", title="anisotropy", ylim=(None, 1))
     peaks.set(xlabel="layer", title="largest entry, in deviations")
     spectra.set(xlabel="index", title="singular values of the head, entropy")
     for axes in (cosines, peaks, spectra):
         axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
-    for axes in (cosines, peaks, spectra) if states else (spectra,):
-        axes.legend()
+    drawing.label(spectra)
     lines = [
         f"{name}: in its last layer two states have a cosine of "
         f"{layers.anisotropy_L[-1]:.2f} on average, and {layers.outliers_L[-1]} of "

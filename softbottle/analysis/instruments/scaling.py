@@ -16,7 +16,8 @@ import numpy as np
 import scipy.optimize
 from numpy.typing import ArrayLike
 
-from softbottle.analysis import drawing, report
+from softbottle import drawing
+from softbottle.analysis import report
 from softbottle.analysis.capture import Capture, present, real
 from softbottle.analysis.settings import Settings
 from softbottle.data import vocab
@@ -141,12 +142,12 @@ def section(
     """Models beside the law, with the gap of each."""
     predicted_M = law.loss(parameters_M, tokens_M)
     gap_M = law.gap(parameters_M, tokens_M, loss_M)
-    figure = drawing.Figure(figsize=(7, 4), layout="constrained")
+    figure = drawing.Figure()
     axes = figure.subplots()
     axes.loglog(parameters_M, loss_M, "o", label="measured")
     axes.loglog(parameters_M, predicted_M, "_", markersize=16, label="the law")
     axes.set(xlabel="parameters", ylabel="loss (nats)")
-    axes.legend()
+    drawing.label(axes)
     gaps = ", ".join(f"{n} {gap:+.1%}" for n, gap in zip(names, gap_M, strict=True))
     lines = (
         f"The law is {law.a:.4g} / N^{law.alpha:.3f} + {law.b:.4g} / T^{law.beta:.2f} "

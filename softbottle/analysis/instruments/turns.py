@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from softbottle.analysis import drawing, report
+from softbottle import drawing
+from softbottle.analysis import report
 from softbottle.analysis.capture import Capture, Checkpoint, present, real
 from softbottle.analysis.instruments import saturation
 from softbottle.analysis.settings import Settings
@@ -119,7 +120,7 @@ def lag(later: Turn, earlier: Turn) -> tuple[float, tuple[float, float]]:
 
 def section(runs: dict[str, Curves]) -> report.Section:
     """Runs over their checkpoints: where their curves turn, and in which order."""
-    figure = drawing.Figure(figsize=(11, 3.6 * len(runs)), layout="constrained")
+    figure = drawing.Figure(figsize=(11, 3.6 * len(runs)))
     grid, lines, numbers = figure.subplots(len(runs), 3, squeeze=False), [], {}
     for row, (name, curves) in zip(grid, runs.items(), strict=True):
         turns = turning(curves)
@@ -128,8 +129,8 @@ def section(runs: dict[str, Curves]) -> report.Section:
             axes.set_xscale("symlog", linthresh=1)  # there may be a step 0
             axes.set(xlabel="step", title=f"{name}: {quantity}")
             if quantity in turns and turns[quantity].turned:
-                axes.axvline(turns[quantity].step, color="grey", linestyle=":")
-                axes.axvspan(*turns[quantity].interval, color="grey", alpha=0.2)
+                axes.axvline(turns[quantity].step, color=drawing.GRAY, linestyle=":")
+                axes.axvspan(*turns[quantity].interval, color=drawing.GRAY, alpha=0.2)
         lines.append(f"{name}: {_sentence(curves, turns)}")
         numbers[name] = curves._asdict() | {"lags": _lags(turns)}
         for quantity, at in turns.items():

@@ -3,10 +3,12 @@
 import io
 
 import matplotlib.figure
+import matplotlib.text
 import numpy as np
 import pytest
 
-from softbottle.analysis import capture, curves, drawing, inspection, report
+from softbottle import drawing
+from softbottle.analysis import capture, curves, inspection, report
 from softbottle.analysis.instruments import scaling, turns
 
 HOSTILE = r"a$b$ $\frac$"
@@ -21,22 +23,80 @@ def image(figure):
 
 
 def drawn(kind, name):
-    figure = kind(figsize=(5, 3), layout="constrained")
+    figure = kind(figsize=(5, 3))
     axes = figure.subplots()
     axes.semilogy([1e-7, 1, 1e7], label=name)
-    axes.set(xlabel=name, ylabel=name, title=name)
+    axes.set(xlabel=name, ylabel=name)
     axes.annotate(name, (1, 1))
     axes.legend(title=name)
     figure.suptitle(name)
     return figure
 
 
+class Formulas(drawing.Figure):
+    """The same style, with what Matplotlib makes of a `$`."""
+
+    draw = matplotlib.figure.Figure.draw
+
+
 @pytest.mark.slow
 def test_a_dollar_is_drawn_as_a_dollar_and_ticks_as_powers():
-    plain = matplotlib.figure.Figure
-    expected = image(drawn(plain, ESCAPED))
+    expected = image(drawn(Formulas, ESCAPED))
     assert image(drawn(drawing.Figure, HOSTILE)) == expected
-    assert image(drawn(drawing.Figure, "x")) == image(drawn(plain, "x")) != expected
+    assert image(drawn(drawing.Figure, "x")) == image(drawn(Formulas, "x")) != expected
+
+
+def names_of(axes):
+    figure = axes.figure
+    figure.draw_without_rendering()
+    extent = matplotlib.text.Text.get_window_extent  # an annotation adds its leader
+    boxes = {text.get_text(): extent(text) for text in axes.texts}
+    return boxes, axes.get_window_extent()
+
+
+def test_few_lines_are_named_at_their_ends_apart_and_in_their_colors():
+    axes = drawing.Figure().subplots()
+    for name, end in (("upper", 1.001), ("lower", 1.0), ("third", 3.0)):
+        axes.plot([0, 1], [0, end], label=name)
+    axes.plot([0, 0.5], [2.0, 2.5], label="short")
+    axes.plot([0, 1], [1, 2])
+    drawing.label(axes)
+    assert axes.get_legend() is None
+    boxes, frame = names_of(axes)
+    assert set(boxes) == {"upper", "lower", "third", "short"}
+    assert boxes["lower"].y1 <= boxes["upper"].y0 < boxes["third"].y0
+    assert boxes["upper"].x0 > frame.x1 > boxes["short"].x1
+    assert boxes["upper"].x1 < axes.figure.bbox.x1, "constrained layout made room"
+    colors = {text.get_text(): text.get_color() for text in axes.texts}
+    for line in axes.lines[:4]:
+        assert colors[line.get_label()] == line.get_color()
+
+
+@pytest.mark.parametrize("names", [list("abcdefg"), ["x" * 31]])
+def test_many_lines_or_a_long_name_get_a_legend(names):
+    axes = drawing.Figure().subplots()
+    for name in names:
+        axes.plot([0, 1], [0, 1], label=name)
+    drawing.label(axes)
+    shown = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert shown == names and not axes.texts
+
+
+def test_bars_get_a_legend_and_lines_out_of_view_no_name():
+    bars, lines = drawing.Figure().subplots(1, 2)
+    bars.bar([0, 1], [1, 2], label="bars")
+    drawing.label(bars)
+    assert bars.get_legend()
+    lines.plot([0, 1], [5, 6], label="out")
+    lines.plot([0, 1, 2], [0, 1, np.nan], label="ends early")
+    lines.set(ylim=(0, 2), xlim=(0, 1.1))
+    drawing.label(lines)
+    assert [text.get_text() for text in lines.texts] == ["ends early"]
+
+
+def test_a_notebook_shows_the_figure():
+    figure = drawing.Figure(figsize=(1, 1))
+    assert figure._repr_png_() == figure.png()
 
 
 def make_lines(perplexities):

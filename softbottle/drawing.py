@@ -1,0 +1,186 @@
+"""Figures in one style, which show names as they are.
+
+Colors are those of Okabe and Ito, which people with any form of color blindness tell
+apart, and every head has the same one in all figures. A line is named at its right end
+where there are few, so that a print without color can be read too; the font is the one
+that comes with Matplotlib, so that a figure looks the same on every machine.
+
+Runs, texts and models are called whatever their users like. Matplotlib takes what
+stands between two `$` for a formula, and fails if it is none.
+"""
+
+import io
+import pathlib
+from typing import Any
+
+import matplotlib.artist
+import matplotlib.axes
+import matplotlib.axis
+import matplotlib.backend_bases
+import matplotlib.container
+import matplotlib.figure
+import matplotlib.lines
+import matplotlib.text
+import numpy as np
+
+from softbottle import files
+
+BLUE, VERMILION, GREEN = "#0072B2", "#D55E00", "#009E73"
+PURPLE, ORANGE, SKY, BLACK = "#CC79A7", "#E69F00", "#56B4E9", "#000000"
+GRAY = "#767676"  # of what is not data: bounds, tolerances, leaders
+COLORS = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, BLACK)
+HEADS = {
+    "softmax": BLACK,
+    "mos": BLUE,
+    "moc": GREEN,
+    "partition": ORANGE,
+    "mixtape": PURPLE,
+    "sigsoftmax": VERMILION,
+    "softcap": SKY,
+}
+SMALL = 9  # points, of all text but titles
+_FEW = 6  # lines that are named at their ends
+_EDGE = 0.85  # of the width; a line that ends before it is named where it ends
+_LONG = 30  # characters, from which a name is put into the legend
+
+
+class Figure(matplotlib.figure.Figure):
+    """A figure in which a `$` is a dollar, but for the powers that ticks are.
+
+    A notebook shows it where a cell ends with it.
+    """
+
+    def __init__(
+        self, figsize: tuple[float, float] = (7.0, 4.0), **settings: Any
+    ) -> None:
+        defaults = {"facecolor": "white", "layout": "constrained"}
+        super().__init__(figsize, **(defaults | settings))
+
+    def subplots(self, *args: Any, **kwargs: Any) -> Any:
+        """Axes in the style, as `matplotlib.figure.Figure.subplots` has them."""
+        panels = super().subplots(*args, **kwargs)
+        for axes in np.ravel(panels):
+            _dress(axes)
+        return panels
+
+    def draw(self, renderer: matplotlib.backend_bases.RendererBase) -> None:
+        """Draw all that is in the figure."""
+        for text in set(self.findobj(matplotlib.text.Text)) - _tick_labels(self):
+            text.set_parse_math(False)
+        for axes in self.axes:
+            axes.title.set(x=0, ha="left")
+        super().draw(renderer)
+
+    def png(self) -> bytes:
+        """The figure as a picture."""
+        buffer = io.BytesIO()
+        self.savefig(buffer, format="png", dpi=150)
+        return buffer.getvalue()
+
+    _repr_png_ = png  # what notebooks call
+
+    def save(self, path: pathlib.Path) -> None:
+        """Write the picture, all of it or nothing."""
+        files.replace(path, self.png())
+
+
+def label(axes: matplotlib.axes.Axes) -> None:
+    """Name the lines: each at its right end where they are few, else in a legend.
+
+    To be called last, when the lines and the limits of the axes are what they will be.
+    """
+    handles, names = axes.get_legend_handles_labels()
+    lines = [_line(handle) for handle in handles]
+    longest = max((len(row) for name in names for row in name.split("\n")), default=0)
+    few = len(lines) <= _FEW and longest <= _LONG
+    if not few or not all(lines):
+        axes.legend(fontsize=SMALL, frameon=False)
+        return
+    axes.set(xlim=axes.get_xlim(), ylim=axes.get_ylim())
+    ends = [_end(axes, line) for line in lines]
+    named = sorted(
+        (end[1], end[0], name, line.get_color())
+        for end, name, line in zip(ends, names, lines, strict=True)
+        if end is not None
+    )
+    rows = max((name.count("\n") for name in names), default=0) + 1
+    outside = [entry for entry in named if entry[1] > _EDGE]
+    heights = _spread(axes, [y for y, *_ in outside], rows)
+    for height, (y, x, name, color) in zip(heights, outside, strict=True):
+        leader = {"arrowstyle": "-", "lw": 0.6, "color": color, "alpha": 0.5}
+        leader["relpos"] = (0, 0.5)
+        _name(axes, name, color, (x, y), (1.02, height), va="center", arrowprops=leader)
+    for y, x, name, color in (entry for entry in named if entry[1] <= _EDGE):
+        _name(axes, name, color, (x, y), (x + 0.015, y), va="center")
+
+
+def _dress(axes):
+    axes.set_prop_cycle(color=COLORS)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(GRAY)
+    axes.grid(color="#e4e4e4", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.tick_params(which="both", labelsize=SMALL, color=GRAY)
+    axes.title.set_fontsize(SMALL + 2)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.label.set_fontsize(SMALL + 1)
+
+
+def _name(axes, name, color, point, place, **settings):
+    axes.annotate(
+        name,
+        point,
+        place,
+        xycoords="axes fraction",
+        textcoords="axes fraction",
+        fontsize=SMALL,
+        color=color,
+        annotation_clip=False,
+        **settings,
+    )
+
+
+def _line(handle):
+    """The line that a handle of a legend stands for, or None."""
+    if isinstance(handle, matplotlib.container.ErrorbarContainer):
+        handle = handle.lines[0]
+    return handle if isinstance(handle, matplotlib.lines.Line2D) else None
+
+
+def _end(axes, line):
+    """The last point of a line that is in view, as a fraction of the axes."""
+    points = line.get_transform().transform(np.asarray(line.get_xydata(), float))
+    points = axes.transAxes.inverted().transform(points)
+    inside = np.all((points >= -1e-6) & (points <= 1 + 1e-6), axis=1)
+    return tuple(points[inside][-1]) if inside.any() else None
+
+
+def _spread(axes, heights, rows):
+    """Rising heights, moved apart as little as lets a line of text between each."""
+    points = 72 * axes.figure.get_figheight() * axes.get_position().height
+    gap = 1.3 * SMALL * rows / points
+    # Each block of texts that touch is centered on the mean of their heights.
+    blocks: list[list[float]] = []
+    for height in heights:
+        blocks.append([height])
+        while len(blocks) > 1 and _low(blocks[-1], gap) < _high(blocks[-2], gap) + gap:
+            last = blocks.pop()
+            blocks[-1] += last
+    return [_low(block, gap) + gap * at for block in blocks for at in range(len(block))]
+
+
+def _low(block, gap):
+    return float(np.mean(block)) - gap * (len(block) - 1) / 2
+
+
+def _high(block, gap):
+    return float(np.mean(block)) + gap * (len(block) - 1) / 2
+
+
+def _tick_labels(figure: matplotlib.figure.Figure) -> set[matplotlib.artist.Artist]:
+    return {
+        text
+        for axis in figure.findobj(matplotlib.axis.Axis)
+        for tick in (*axis.majorTicks, *axis.minorTicks)
+        for text in (tick.label1, tick.label2)
+    }
