@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType
 
+REDUCTIONS = ("sum", "mean", "none")
 P = ParamSpec("P")
 H = TypeVar("H")
 
@@ -47,6 +48,12 @@ def classes(classes: int, words: int) -> None:
         raise ValueError(
             f"classes={classes} are more than the vocabulary's {words} words."
         )
+
+
+def reduction(name: str) -> None:
+    """Raise ValueError unless there is such a reduction."""
+    if name not in REDUCTIONS:
+        raise ValueError(f"reduction must be one of {REDUCTIONS}, got {name!r}.")
 
 
 def states(params: Mapping[str, jax.Array], hidden_TD: jax.Array) -> None:

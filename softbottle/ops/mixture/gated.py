@@ -110,6 +110,9 @@ def _scores_forward(dtype, keeps, words, tokens, place_C):
     own_CS = _own(logit_CS, place_C)
     score_C1 = jnp.sum(jnp.where(own_CS, logit_CS, 0.0), axis=1, keepdims=True)
     lse_C1 = jax.nn.logsumexp(logit_CS, axis=1, keepdims=True)
+    # Under `vmap` over places alone both results have to be batched: of one that is
+    # not, the gradient would be counted for every element.
+    lse_C1 += 0 * place_C[:, None].astype(lse_C1.dtype)
     saved = (words, tokens, place_C, lse_C1, products if keeps else None)
     return (score_C1, lse_C1), saved
 
