@@ -34,9 +34,11 @@ FORMAT = 2
 
 @dataclasses.dataclass
 class Synthetic(Section):
-    """The built-in language: see data/synthetic.py."""
+    """The built-in languages: see data/synthetic.py."""
 
     words: int = within(64, 4)
+    readings: int | None = positive(None)  # of each word; None: the random language
+    rank: int = positive(8)  # of the logits of a reading
     spread: float = positive(1.5)  # standard deviation of the true logits
     train_tokens: int = positive(4_000_000)
     eval_tokens: int = positive(100_000)
@@ -196,6 +198,7 @@ class Train(Section):
     profile_steps: int | None = positive(None)  # trace so many: see training/profiling
     stop_patience: int | None = positive(None)  # stop if no better than all but so many
     equal_softmax: bool = False  # also train a softmax with as many parameters
+    same_width_softmax: bool = False  # also train a softmax of the same context_dim
 
 
 @dataclasses.dataclass

@@ -155,6 +155,15 @@ def test_mixtures_of_earlier_versions_have_tanh_contexts(name, components, conte
     assert configs.from_dict(stored).head.context == context
 
 
+def test_a_language_stored_before_there_were_readings_is_the_random_one():
+    stored = configs.to_dict(changed("data.synthetic.words", 5))
+    for name in ("readings", "rank"):
+        del stored["data"]["synthetic"][name]
+    del stored["train"]["same_width_softmax"]
+    language = configs.from_dict(stored).data.synthetic
+    assert (language.words, language.readings) == (5, None)
+
+
 def test_rows_are_a_multiple_of_the_accumulated_parts():
     with pytest.raises(ValueError, match="data.rows=32 .*optim.accumulate=5"):
         configs.validate(changed("optim.accumulate", 5))

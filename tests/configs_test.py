@@ -20,6 +20,7 @@ ARGUMENTS = [
     *(("lm1b", head) for head in (*MIXTURES, "softmax", "sigsoftmax")),
     *(("lm1b", f"{head},modern") for head in (*MIXTURES, "softmax", "sigsoftmax")),
     *(("quickstart", head) for head in (*MIXTURES, "softmax", "sigsoftmax")),
+    *(("quickstart", f"{head},random") for head in (*MIXTURES, "softmax")),
     *(("templates", objective) for objective in configs.OBJECTIVES),
     *(("books", objective) for objective in configs.OBJECTIVES),
     *(("dropin", backbone) for backbone in ("awd_lstm", "transformer")),

@@ -1,14 +1,25 @@
-"""A language whose next-word distribution is known, and is not low-rank.
+"""Languages whose next-word distribution is known, and is not low-rank.
 
-Each word w of V has its own distribution over the word that follows it,
+Each word w of V has its own distribution over the word that follows it, and a text is
+one long walk of this Markov chain. There are two languages:
 
-    P(v | w) = softmax_v( spread * G[w, v] ),   G standard normal, drawn once,
+    random      P(v | w) = softmax_v( spread * G[w, v] )
+    readings    P(v | w) = 1/J sum_j softmax_v( spread * u_j(w) . t(v) / sqrt(R) )
 
-and a text is one long walk of this Markov chain. The matrix log P has rank V, so no
-softmax whose state is narrower than V - 2 can express it; it is no mixture of softmaxes
-of a narrow state either, so no student is handed its own family. Entropy, stationary
-distribution and rank of the truth are exact, which makes the divergence of a trained
-model from it exact too.
+with G, u and t standard normal, drawn once, J = `readings` and R = `rank`.
+
+In the first, log P has rank V, so no softmax whose state is narrower than V - 2 can
+express it; it is no mixture of softmaxes of a narrow state either, so no student is
+handed its own family. In the second a word has J readings, and each asks for other
+words. A mixture of J softmaxes of width R can express it exactly: V R (J + 1) numbers
+tell all of it, and such a mixture is handed its own family. Its log P has rank V all
+the same (the logarithm of a sum of exponentials is no sum), so that a softmax needs as
+great a width as in the first.
+
+Entropy, stationary distribution and rank of the truth are exact, which makes the
+divergence of a trained model from it exact too.
+
+Axes: J readings, R their rank.
 """
 
 from typing import NamedTuple
@@ -36,10 +47,11 @@ class Language(NamedTuple):
 def language(config: config_lib.Synthetic) -> Language:
     """The language of these settings; the same settings give the same language."""
     random = np.random.default_rng(config.seed)
-    logits_VV = config.spread * random.standard_normal((config.words, config.words))
-    top_V1 = logits_VV.max(axis=1, keepdims=True)
-    log_p_VV = logits_VV - top_V1
-    log_p_VV -= np.log(np.exp(log_p_VV).sum(axis=1, keepdims=True))
+    if config.readings is None:
+        logits_VV = random.standard_normal((config.words, config.words))
+        log_p_VV = _log_softmax(config.spread * logits_VV)
+    else:
+        log_p_VV = _of_readings(config, random)
     stationary_V = _stationary(np.exp(log_p_VV))
     entropy_V = -(np.exp(log_p_VV) * log_p_VV).sum(axis=1)
     return Language(log_p_VV, stationary_V, float(stationary_V @ entropy_V))
@@ -58,10 +70,33 @@ def corpus(config: config_lib.Synthetic) -> Corpus:
     return Corpus(train, valid, test, Vocab(words))
 
 
+def describe(config: config_lib.Synthetic) -> str:
+    """The language of these settings in a few words, for a title."""
+    if config.readings is None:
+        return f"{config.words} words, random"
+    return f"{config.words} words with {config.readings} readings of rank {config.rank}"
+
+
 def divergence(truth: Language, previous_T: np.ndarray, log_q_TV: np.ndarray) -> float:
     """Mean over positions of KL(P(. | previous) || Q), in nats; exact at each."""
     log_p_TV = truth.log_p_VV[previous_T]
     return float((np.exp(log_p_TV) * (log_p_TV - log_q_TV)).sum(axis=1).mean())
+
+
+def _of_readings(config, random):
+    """log P of a language whose words have several readings, all equally likely."""
+    word_VR = random.standard_normal((config.words, config.rank))
+    scale = config.spread / np.sqrt(config.rank)
+    p_VV = np.zeros((config.words, config.words))
+    for _ in range(config.readings):
+        reading_VR = random.standard_normal((config.words, config.rank))
+        p_VV += np.exp(_log_softmax(scale * reading_VR @ word_VR.T))
+    return np.log(p_VV / config.readings)
+
+
+def _log_softmax(logits_VV):
+    log_p_VV = logits_VV - logits_VV.max(axis=1, keepdims=True)
+    return log_p_VV - np.log(np.exp(log_p_VV).sum(axis=1, keepdims=True))
 
 
 def _stationary(p_VV):
