@@ -1,6 +1,7 @@
 """Train heads at several widths, or objectives at several learning rates.
 
-    python launch/sweep.py --config configs/quickstart.py:mos,random --workdir runs/random
+    python launch/sweep.py --config configs/quickstart.py:mos,random \
+        --workdir runs/random
     python launch/sweep.py --config configs/quickstart.py --workdir runs/sweep \
         --widths 2,4,8,16 --beside runs/random/sweep.json
     python launch/sweep.py --config configs/templates.py --workdir runs/templates \
@@ -10,9 +11,9 @@
         --objectives trime,histalign --rates 1e-4,3e-4,1e-3 --workdir runs/tuned
 
 Of heads it makes sweep.json and sweep.png in --workdir, in about ten minutes on two
-cores; with --beside another sweep is drawn in a panel of its own. Of objectives it makes
-objectives.json and objectives.md, in about two minutes per run from scratch. Started
-again, it resumes where it stopped.
+cores; with --beside another sweep is drawn in a panel of its own. Of objectives it
+makes objectives.json and objectives.md, in about two minutes per run from scratch.
+Started again, it resumes where it stopped.
 """
 
 from softbottle import command

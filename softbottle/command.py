@@ -59,6 +59,7 @@ _EXTRAS = {
     "importlib_resources": "data",
     "pyarrow": "train",
     "tensorflow_datasets": "data",
+    "tokenizers": "subwords",
 }
 
 

@@ -59,10 +59,11 @@ class Data(Section):
     """Which text, and how it becomes integers."""
 
     name: str = one_of("synthetic", CORPORA)
-    path: str | None = None  # the folder that holds the corpus
+    path: str | None = None  # the folder that holds the corpus; for text also a file
     cache: str | None = None  # where encodings are kept; None: ~/.cache/softbottle
     vocab_size: int | None = within(None, 3)  # keep the most frequent types; None: all
     vocab_file: str | None = None  # a given vocabulary, one word per line
+    subwords: bool = False  # byte pair encoding, learned from the text, of vocab_size
     lowercase: bool = False
     unit: str = one_of("stream", UNITS)  # what a row of a batch holds: data/lines.py
     rows: int = positive(32)  # rows of a training batch
@@ -304,6 +305,15 @@ def context_dim(config: Config) -> int:
 def _check_together(config):
     """Raise ValueError where settings contradict each other."""
     data, model = config.data, config.model
+    if data.subwords and (data.vocab_size is None or data.vocab_file is not None):
+        raise ValueError(
+            "data.subwords are learned from the text: set data.vocab_size, and not "
+            "data.vocab_file."
+        )
+    if data.subwords and config.head.name == "mixtape":
+        raise ValueError(
+            "mixtape wants the words sorted by frequency, and data.subwords are not."
+        )
     if data.variable and data.unit != "stream":
         raise ValueError(
             f"data.variable draws the length of a stream's batches, and data.unit is "

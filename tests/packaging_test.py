@@ -20,7 +20,10 @@ import softbottle
 from tests import ROOT
 
 CORE = ("jax", "jaxlib", "ml_dtypes", "numpy", "opt_einsum", "scipy")
-EXTRAS = {"train", "data", "analysis", "gguf", "hf", "tensorboard", "tensorflow"}
+EXTRAS = {
+    *("train", "data", "subwords", "analysis", "gguf", "hf", "tensorboard"),
+    "tensorflow",
+}
 SCRIPTS = sorted((ROOT / "launch").glob("*.py"))
 
 

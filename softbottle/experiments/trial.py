@@ -55,9 +55,9 @@ def _measure(ended: loop.Ended) -> dict[str, Any] | None:
         if not beside:
             return None
         measured[name] = beside
-    if ended.run.config.data.name == "synthetic" and len(workdirs) > 1:
-        if jax.process_index() == 0:
-            _compare(ended, measured, workdirs)
+    known = ended.run.config.data.name == "synthetic"
+    if known and len(workdirs) > 1 and jax.process_index() == 0:
+        _compare(ended, measured, workdirs)
     return measured
 
 
