@@ -22,6 +22,7 @@ divergence of a trained model from it exact too.
 Axes: J readings, R their rank.
 """
 
+import functools
 from typing import NamedTuple
 
 import numpy as np
@@ -46,12 +47,18 @@ class Language(NamedTuple):
 
 def language(config: config_lib.Synthetic) -> Language:
     """The language of these settings; the same settings give the same language."""
-    random = np.random.default_rng(config.seed)
-    if config.readings is None:
-        logits_VV = random.standard_normal((config.words, config.words))
-        log_p_VV = _log_softmax(config.spread * logits_VV)
+    law = config.words, config.readings, config.rank, config.spread, config.seed
+    return _language(*law)
+
+
+# Of the last one: a run asks for it to draw its text and to be compared with it.
+@functools.lru_cache(maxsize=1)
+def _language(words, readings, rank, spread, seed):
+    random = np.random.default_rng(seed)
+    if readings is None:
+        log_p_VV = _log_softmax(spread * random.standard_normal((words, words)))
     else:
-        log_p_VV = _of_readings(config, random)
+        log_p_VV = _of_readings(random, words, readings, rank, spread)
     stationary_V = _stationary(np.exp(log_p_VV))
     entropy_V = -(np.exp(log_p_VV) * log_p_VV).sum(axis=1)
     return Language(log_p_VV, stationary_V, float(stationary_V @ entropy_V))
@@ -83,15 +90,15 @@ def divergence(truth: Language, previous_T: np.ndarray, log_q_TV: np.ndarray) ->
     return float((np.exp(log_p_TV) * (log_p_TV - log_q_TV)).sum(axis=1).mean())
 
 
-def _of_readings(config, random):
+def _of_readings(random, words, readings, rank, spread):
     """log P of a language whose words have several readings, all equally likely."""
-    word_VR = random.standard_normal((config.words, config.rank))
-    scale = config.spread / np.sqrt(config.rank)
-    p_VV = np.zeros((config.words, config.words))
-    for _ in range(config.readings):
-        reading_VR = random.standard_normal((config.words, config.rank))
-        p_VV += np.exp(_log_softmax(scale * reading_VR @ word_VR.T))
-    return np.log(p_VV / config.readings)
+    word_VR = random.standard_normal((words, rank))
+    p_VV = np.zeros((words, words))
+    for _ in range(readings):
+        reading_VR = random.standard_normal((words, rank))
+        logits_VV = spread / np.sqrt(rank) * reading_VR @ word_VR.T
+        p_VV += np.exp(_log_softmax(logits_VV))
+    return np.log(p_VV / readings)
 
 
 def _log_softmax(logits_VV):

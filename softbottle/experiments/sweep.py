@@ -153,8 +153,7 @@ def _apart(axes, ends):
     """Heights of labels at the lines' ends, as shares of the axes, none too close."""
     low, high = np.log(axes.get_ylim())
     gaps = {head: 0.14 if head == EQUAL else 0.07 for head in ends}
-    places: dict[str, float] = {}
-    below, needed = -np.inf, 0.0
+    places, below, needed = {}, -np.inf, 0.0
     for head in sorted(ends, key=lambda name: ends[name]):
         own = (np.log(ends[head]) - low) / (high - low)
         places[head] = max(own, below + (needed + gaps[head]) / 2)

@@ -40,7 +40,7 @@ def run(config: config_lib.Config, workdir: pathlib.Path | str) -> dict[str, Any
         print(truth.table(rows))
         if config.data.name == "templates":
             print(ambiguity.table(summary))
-        if rivals and config.data.name == "synthetic":
+        if "same_width_softmax" in rivals and config.data.name == "synthetic":
             print(f"\n{truth.reading(rows)}\n{_next(pathlib.Path(workdir), rivals)}")
     return summary
 

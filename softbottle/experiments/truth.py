@@ -33,13 +33,16 @@ def summarize(run: Run, corpus: Corpus, workdir: pathlib.Path) -> dict[str, Any]
         run.model, run.params, corpus.test, POSITIONS, run.config.data.eval_length
     )
     true_T = truth.log_p_VV[corpus.test[:-1], corpus.test[1:]]
-    learned = rank.spectrum(log_q_TV, np.float32)
-    true = rank.spectrum(truth.log_p_VV[previous_T], np.float64)
+    learned = rank.streamed([log_q_TV])
+    # Equal rows as one, times the root of their number: the same singular values.
+    words_U, counts_U = np.unique(previous_T, return_counts=True)
+    log_p_UV = np.sqrt(counts_U)[:, None] * truth.log_p_VV[words_U]
+    true = rank.spectrum(log_p_UV, np.float64)
     width = config_lib.context_dim(run.config)
     summary = {
         "true_perplexity": math.exp(-true_T.mean()),
         "kl": synthetic.divergence(truth, previous_T, log_q_TV),
-        "rank": learned.rank,
+        "rank": learned.ranks["float32"],
         "softmax_rank_bound": rank.softmax_bound(width),
         "true_rank": true.rank,
     }
