@@ -36,9 +36,11 @@ FORMAT = 3
 
 @dataclasses.dataclass
 class Synthetic(Section):
-    """The built-in language: see data/synthetic.py."""
+    """The built-in languages: see data/synthetic.py."""
 
     words: int = within(64, 4)  # of its vocabulary
+    readings: int | None = positive(None)  # of each word; None: the random language
+    rank: int = positive(8)  # of the logits of a reading
     spread: float = positive(1.5)  # standard deviation of the true logits
     train_tokens: int = positive(4_000_000)  # words of its training text
     eval_tokens: int = positive(100_000)  # words of its validation and of its test text
@@ -59,10 +61,11 @@ class Data(Section):
     """Which text, and how it becomes integers."""
 
     name: str = one_of("synthetic", CORPORA)  # the corpus; text: files of your own
-    path: str | None = None  # the folder that holds the corpus
+    path: str | None = None  # the folder that holds the corpus; for text also a file
     cache: str | None = None  # where encodings are kept; None: ~/.cache/softbottle
     vocab_size: int | None = within(None, 3)  # keep the most frequent types; None: all
     vocab_file: str | None = None  # a given vocabulary, one word per line
+    subwords: bool = False  # byte pair encoding, learned from the text, of vocab_size
     lowercase: bool = False  # all words in lower case
     unit: str = one_of("stream", UNITS)  # what a row of a batch holds: data/lines.py
     rows: int = positive(32)  # rows of a training batch
@@ -204,6 +207,7 @@ class Train(Section):
     # stop if a validation is no better than all but the last so many
     stop_patience: int | None = positive(None)
     equal_softmax: bool = False  # also train a softmax with as many parameters
+    same_width_softmax: bool = False  # also train a softmax of the same context_dim
 
 
 @dataclasses.dataclass
@@ -317,6 +321,15 @@ def context_dim(config: Config) -> int:
 def _check_together(config):
     """Raise ValueError where settings contradict each other."""
     data, model = config.data, config.model
+    if data.subwords and (data.vocab_size is None or data.vocab_file is not None):
+        raise ValueError(
+            "data.subwords are learned from the text: set data.vocab_size, and not "
+            "data.vocab_file."
+        )
+    if data.subwords and config.head.name == "mixtape":
+        raise ValueError(
+            "mixtape wants the words sorted by frequency, and data.subwords are not."
+        )
     if data.variable and data.unit != "stream":
         raise ValueError(
             f"data.variable draws the length of a stream's batches, and data.unit is "

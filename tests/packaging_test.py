@@ -21,8 +21,8 @@ from tests import ROOT
 
 CORE = ("jax", "jaxlib", "ml_dtypes", "numpy", "opt_einsum", "scipy")
 EXTRAS = {
-    *("train", "data", "analysis", "gguf", "hf", "tensorboard", "tensorflow"),
-    "docs",
+    *("train", "data", "subwords", "analysis", "gguf", "hf", "tensorboard"),
+    *("tensorflow", "docs"),
 }
 
 

@@ -67,6 +67,8 @@ _EXTRAS = {
     "importlib_resources": "data",
     "pyarrow": "train",
     "tensorflow_datasets": "data",
+    "tokenizers": "subwords",
+    "tokenizers": "subwords",
 }
 
 

@@ -47,8 +47,8 @@ def main() -> None:
 
 
 def _continue(run, prompt):
-    words = run.vocab.split(prompt) if prompt else []
-    unknown = [word for word in words if word not in run.vocab.lookup]
+    asked = run.vocab.split(prompt) if prompt else []
+    unknown = [word for word in asked if word not in run.vocab.lookup]
     if unknown:
         message = f"unknown words: {printable(' '.join(unknown))}"
         if run.vocab.unk is None:
@@ -58,7 +58,7 @@ def _continue(run, prompt):
         print(message, file=sys.stderr)
     ids = run.vocab.encode(prompt) if prompt else np.zeros(0, np.int32)
     print(printable(prompt), end="", flush=True)
-    for word in generate.generate(
+    words = generate.generate(
         run,
         ids,
         TOKENS.value,
@@ -67,7 +67,7 @@ def _continue(run, prompt):
         top_p=TOP_P.value,
         cache=CACHE.value,
         seed=SEED.value,
-    ):
-        text = "\n" if word == run.vocab.eos else f" {printable(run.vocab.words[word])}"
-        print(text, end="", flush=True)
+    )
+    for text in run.vocab.spell(words):
+        print(text if text == "\n" else printable(text), end="", flush=True)
     print()

@@ -1,6 +1,8 @@
 r"""Train heads at several widths, or objectives at several learning rates.
 
-    softbottle sweep --config quickstart --workdir runs/sweep
+    softbottle sweep --config quickstart:mos,random --workdir runs/random
+    softbottle sweep --config quickstart --workdir runs/sweep \
+        --widths 2,4,8,16 --beside runs/random/sweep.json
     softbottle sweep --config templates --workdir runs/templates \
         --objectives plain,trime,histalign --rates 1e-3,3e-3,1e-2
     softbottle sweep --config templates:histalign,finetune \
@@ -8,8 +10,9 @@ r"""Train heads at several widths, or objectives at several learning rates.
         --objectives trime,histalign --rates 1e-4,3e-4,1e-3 --workdir runs/tuned
 
 Of heads it makes sweep.json and sweep.png in --workdir, in about ten minutes on two
-cores; of objectives objectives.json and objectives.md, in about two minutes per run
-from scratch. Started again, it resumes where it stopped.
+cores; with --beside another sweep is drawn in a panel of its own. Of objectives it
+makes objectives.json and objectives.md, in about two minutes per run from scratch.
+Started again, it resumes where it stopped.
 """
 
 from softbottle.cli import program
@@ -22,6 +25,9 @@ HEADS = flags.DEFINE_list("heads", ["softmax", "moc", "mos"], "Heads to compare.
 WIDTHS = flags.DEFINE_list("widths", ["4", "8", "16", "32"], "Context widths.")
 OBJECTIVES = flags.DEFINE_list("objectives", [], "Objectives, instead of heads.")
 RATES = flags.DEFINE_list("rates", ["1e-3", "3e-3", "1e-2"], "Their learning rates.")
+BESIDE = flags.DEFINE_string(
+    "beside", None, "The sweep.json of another language, to be drawn beside this one."
+)
 SEEDS = flags.DEFINE_integer("seeds", 3, "How many seeds.", lower_bound=1)
 
 
@@ -36,4 +42,5 @@ def main() -> None:
         objectives.run(CONFIG.value, WORKDIR.value, by_objective, seeds)
     else:
         widths = [int(width) for width in WIDTHS.value]
-        sweep.run(CONFIG.value, WORKDIR.value, HEADS.value, widths, seeds)
+        swept = HEADS.value, widths, seeds, BESIDE.value
+        sweep.run(CONFIG.value, WORKDIR.value, *swept)

@@ -15,11 +15,13 @@ In this folder, as far as the run has come and its settings ask for it:
     metrics.jsonl   losses, validations and speed, one JSON object per line
     valid.png       the validations as a curve
     quickstart.png  beside the truth, where the language is the built-in one
+    comparison.png  beside the softmaxes below
     events/         the metrics for TensorBoard, if that is installed
     best/           the parameters of the best validation: what the commands below read
     checkpoints/    the newest states: what the run resumes from
     series/         parameters after 1, 2, 4, 8, ... steps (train.series)
-    equal_softmax/  a run of its own: a softmax of as many parameters
+    equal_softmax/, same_width_softmax/
+                    runs of their own: a softmax of as many parameters, and one as wide
     profile/        a trace of some steps (train.profile_steps)
     vocab.txt       the words, one per line
     corpus.json     hashes of the words and of the text

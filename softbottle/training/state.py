@@ -111,7 +111,7 @@ def load_run(
     config = load_config(workdir)
     config.model.compute_dtype = compute_dtype or config.model.compute_dtype
     config = config_lib.validate(config)
-    vocab = _stored_vocab(workdir, config.data.lowercase)
+    vocab = _stored_vocab(workdir, config.data)
     functions = model.make(config, len(vocab), mesh)
     like = jax.eval_shape(functions.init, jax.random.key(0))
     if mesh is not None:
@@ -176,9 +176,9 @@ def check_same_model(run: Run, config: config_lib.Config, vocab: Vocab) -> None:
         )
 
 
-def _stored_vocab(workdir, lowercase):
+def _stored_vocab(workdir, data):
     """The words of a run, checked to be those that it was trained with."""
-    vocab = Vocab.load(workdir / "vocab.txt", lowercase)
+    vocab = Vocab.load(workdir / "vocab.txt", data.lowercase, data.subwords)
     if text_digest(workdir).get("vocab", vocab.digest) != vocab.digest:
         raise ValueError(
             f"{workdir / 'vocab.txt'} is damaged: it is not the vocabulary that the "

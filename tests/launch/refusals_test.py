@@ -102,7 +102,7 @@ def test_a_value_of_the_wrong_type_is_named_with_its_field(answers):
 
 def test_an_unknown_head_is_answered_with_the_heads_there_are(answers):
     errors = refused(answers["head"])
-    assert "no head 'sofmax' here" in errors and "'sigsoftmax'" in errors
+    assert "'sofmax' is not HEAD" in errors and "'sigsoftmax'" in errors
 
 
 def test_a_value_that_is_no_choice_is_answered_with_the_choices(answers):

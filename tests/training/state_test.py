@@ -45,6 +45,16 @@ def test_a_run_is_loaded_with_its_config_words_and_best_parameters(trained, kind
     assert run.model.options.vocab == len(VOCAB)
 
 
+def test_a_run_of_subwords_is_loaded_with_them(tmp_path):
+    vocab = Vocab(("<eos>", "Ġa", "b", "Ġ", "a"), subwords=True)
+    fields = {"data__subwords": True, "data__vocab_size": 300}
+    run = tiny.make_run(tiny.make_config(**fields), vocab)
+    tiny.write_run(tmp_path, run)
+    loaded = state.load_run(tmp_path).vocab
+    assert loaded == vocab and loaded.subwords
+    assert "".join(loaded.spell([1, 2, 0, 1])) == " ab\n a"
+
+
 def test_loading_a_run_leaves_a_save_that_is_under_way_alone(trained):
     workdir, params = trained
     under_way = workdir / "best" / "13.orbax-checkpoint-tmp"
