@@ -5,11 +5,12 @@ import signal
 
 import pytest
 
+from softbottle import cli
 from softbottle.analysis import inspection
 from softbottle.analysis.settings import Settings
 from softbottle.experiments import trial
 from softbottle.training import metrics
-from tests import ROOT, tiny
+from tests import tiny
 
 pytestmark = pytest.mark.usefixtures("quick_keys")
 
@@ -63,14 +64,15 @@ def test_a_run_stopped_beside_its_rival_says_so_and_goes_on(
     assert (tmp_path / "comparison.png").stat().st_size > 10_000
     printed = capsys.readouterr().out
     assert f"Figures: {tmp_path / 'comparison.png'}" in printed
-    _, *words = shlex.split(printed.splitlines()[-1])
+    program, *words = shlex.split(printed.splitlines()[-1])
+    assert program == "softbottle"
     assert words == [
-        "launch/analyze.py",
+        "analyze",
         *("--workdir", str(tmp_path)),
         *("--workdir", str(tmp_path / "same_width_softmax")),
         *("--out", str(tmp_path / "report")),
     ]
-    assert (ROOT / words[0]).exists()
+    assert words[0] in cli.COMMANDS
     runs = [words[2], words[4]]
     (section,) = inspection.of_runs(runs, ["rank"], "test", 50, Settings())
     assert "same_width_softmax" in section.reading
