@@ -104,14 +104,16 @@ def label(axes: matplotlib.axes.Axes) -> None:
         if end is not None
     )
     rows = max((name.count("\n") for name in names), default=0) + 1
+    inside = [entry for entry in named if entry[1] <= _EDGE]
     outside = [entry for entry in named if entry[1] > _EDGE]
     heights = _spread(axes, [y for y, *_ in outside], rows)
     for height, (y, x, name, color) in zip(heights, outside, strict=True):
         leader = {"arrowstyle": "-", "lw": 0.6, "color": color, "alpha": 0.5}
         leader["relpos"] = (0, 0.5)
         _name(axes, name, color, (x, y), (1.02, height), va="center", arrowprops=leader)
-    for y, x, name, color in (entry for entry in named if entry[1] <= _EDGE):
-        _name(axes, name, color, (x, y), (x + 0.015, y), va="center")
+    heights = _spread(axes, [y for y, *_ in inside], rows)
+    for height, (y, x, name, color) in zip(heights, inside, strict=True):
+        _name(axes, name, color, (x, y), (x + 0.015, height), va="center")
 
 
 def _dress(axes):

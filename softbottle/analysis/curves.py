@@ -10,6 +10,13 @@ from softbottle.analysis.capture import Capture, present
 from softbottle.analysis.settings import Settings
 from softbottle.training import metrics
 
+ABOUT = report.About(
+    "Perplexity on the validation text along the training: the number of equally likely "
+    "words between which one would be as unsure as the model.",
+    "Compare runs where their curves have flattened; where one turns up again, stop "
+    "earlier or regularize more.",
+)
+
 
 def validations(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The lines of a run's metrics that tell a finite validation perplexity."""

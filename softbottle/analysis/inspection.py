@@ -24,7 +24,7 @@ from softbottle.analysis.instruments import (
     scaling,
     turns,
 )
-from softbottle.analysis.report import Section
+from softbottle.analysis.report import About, Section
 from softbottle.analysis.settings import DEFAULT, Settings
 from softbottle.analysis.sources import arrays, run, texts
 from softbottle.data.vocab import Split
@@ -35,27 +35,33 @@ class Instrument(NamedTuple):
 
     Attributes:
         inspect: the section on some captures, side by side.
+        about: what the section explains itself by.
         needs: fields of `Capture` without which there is none.
         uses: fields that it looks at where they are there.
     """
 
     inspect: Callable[[Sequence[Capture], Settings], Section]
+    about: About
     needs: tuple[str, ...]
     uses: tuple[str, ...] = ()
 
 
 INSTRUMENTS: dict[str, Instrument] = {
-    "curve": Instrument(curves.inspect, ("validations",)),
-    "rank": Instrument(rank.inspect, ("tokens",)),
-    "saturation": Instrument(saturation.inspect, ("table_VE",), ("states",)),
-    "training": Instrument(turns.inspect, ("series",)),
-    "attention": Instrument(attention_layers.inspect, ("states", "logits_LWHS")),
-    "gradient": Instrument(gradient.inspect, ("mixed",)),
-    "lowrank": Instrument(lowrank.inspect, ("frozen",)),
-    "argmax": Instrument(argmax.inspect, ("trials",)),
-    "ngram": Instrument(ngram.inspect, ("text",)),
-    "limits": Instrument(attention.inspect, ("attention_rows",)),
-    "scaling": Instrument(scaling.inspect, ("models",)),
+    "curve": Instrument(curves.inspect, curves.ABOUT, ("validations",)),
+    "rank": Instrument(rank.inspect, rank.ABOUT, ("tokens",)),
+    "saturation": Instrument(
+        saturation.inspect, saturation.ABOUT, ("table_VE",), ("states",)
+    ),
+    "training": Instrument(turns.inspect, turns.ABOUT, ("series",)),
+    "attention": Instrument(
+        attention_layers.inspect, attention_layers.ABOUT, ("states", "logits_LWHS")
+    ),
+    "gradient": Instrument(gradient.inspect, gradient.ABOUT, ("mixed",)),
+    "lowrank": Instrument(lowrank.inspect, lowrank.ABOUT, ("frozen",)),
+    "argmax": Instrument(argmax.inspect, argmax.ABOUT, ("trials",)),
+    "ngram": Instrument(ngram.inspect, ngram.ABOUT, ("text",)),
+    "limits": Instrument(attention.inspect, attention.ABOUT, ("attention_rows",)),
+    "scaling": Instrument(scaling.inspect, scaling.ABOUT, ("models",)),
 }
 _ABSENT = {
     "validations": "there are no validations among its metrics",
@@ -105,7 +111,8 @@ def sections(
         reasons = {capture.name: _absent(capture, instrument) for capture in captures}
         fit = [capture for capture in captures if reasons[capture.name] is None]
         if fit:
-            written.append(instrument.inspect(fit, settings))
+            section = instrument.inspect(fit, settings)
+            written.append(section._replace(about=instrument.about))
         reasons = {key: reason for key, reason in reasons.items() if reason}
         if reasons and name in asked:
             written.append(_skipped(name, reasons))

@@ -37,6 +37,18 @@ class Figure(NamedTuple):
     reading: str
 
 
+class About(NamedTuple):
+    """What an instrument is, for a reader who meets it for the first time.
+
+    Attributes:
+        measures: what is measured, a sentence.
+        means: what it means for the reader's own model, a sentence.
+    """
+
+    measures: str
+    means: str
+
+
 class Section(NamedTuple):
     """One instrument's part of a report.
 
@@ -45,12 +57,14 @@ class Section(NamedTuple):
         reading: what was found, in plain words, a sentence or three.
         figures: the pictures.
         numbers: nested dicts, lists and numbers, NumPy's included.
+        about: what the instrument is; None if nothing was measured.
     """
 
     title: str
     reading: str
     figures: list[Figure]
     numbers: dict[str, Any]
+    about: About | None = None
 
 
 def write(folder: pathlib.Path | str, title: str, sections: Sequence[Section]) -> None:
@@ -89,10 +103,20 @@ def plain(value: Any) -> Any:
 def _section(folder, section):
     figures = "".join(_figure(folder, figure) for figure in section.figures)
     return (
-        f"<section><h2>{html.escape(section.title)}</h2>"
+        f"<section><h2>{html.escape(section.title)}</h2>{_about(section.about)}"
         f"<p>{html.escape(section.reading)}</p>{figures}"
         f"<details><summary>Numbers</summary>{_table(plain(section.numbers))}"
         "</details></section>"
+    )
+
+
+def _about(about):
+    if about is None:
+        return ""
+    measures, means = map(html.escape, about)
+    return (
+        f'<p class="about">{measures} <strong>What it means for you:</strong> '
+        f"{means}</p>"
     )
 
 
@@ -147,6 +171,8 @@ h2 {{ margin-top: 2.5rem; border-bottom: 1px solid var(--line); }}
 figure {{ margin: 1.2rem 0; }}
 img {{ width: 100%; height: auto; background: white; border-radius: .4rem; }}
 figcaption, summary {{ color: var(--soft); }}
+.about {{ border-left: .2rem solid var(--line); padding-left: .8rem;
+  color: var(--soft); }}
 details, figure div {{ overflow-x: auto; }}
 table {{ border-collapse: collapse; font-size: .85rem; overflow-wrap: normal; }}
 th, td {{ text-align: left; vertical-align: top; padding: .15rem .6rem .15rem 0;

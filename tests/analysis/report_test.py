@@ -30,6 +30,17 @@ def test_the_page_is_self_contained_and_escapes_what_it_is_told(tmp_path):
     assert (tmp_path / "a-curve.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_an_instrument_explains_itself_before_it_tells_what_it_found(tmp_path):
+    about = report.About("How steep <it> is.", "Mind your step.")
+    bare = make_section("other")._replace(title="Bare")
+    report.write(tmp_path, "A run", [make_section()._replace(about=about), bare])
+    page = (tmp_path / "report.html").read_text()
+    first, second = page.split("<h2>Bare</h2>")
+    assert first.index("How steep &lt;it&gt; is.") < first.index("It rises")
+    assert "What it means for you:</strong> Mind your step." in first
+    assert "What it means for you" not in second
+
+
 def test_the_numbers_are_json_whatever_numpy_calls_them(tmp_path):
     numbers = {"rank": np.int64(3), "sigma": np.arange(2.0), "gap": math.inf}
     report.write(tmp_path, "A run", [make_section(numbers=numbers)])

@@ -38,6 +38,12 @@ from softbottle.analysis import report
 from softbottle.analysis.capture import Capture, present, real
 from softbottle.analysis.settings import Settings
 
+ABOUT = report.About(
+    "Which words some hidden state can rank first, and which sets of words some state "
+    "can rank above all others.",
+    "A word that cannot be first never comes out of greedy decoding, whatever the "
+    "context; sampling can still draw it.",
+)
 BOX = 100.0
 MARGIN = 1e-8
 _REFLECTIONS = 100

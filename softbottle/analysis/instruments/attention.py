@@ -38,6 +38,12 @@ from softbottle.analysis.capture import Capture, present
 from softbottle.analysis.instruments import normalizers
 from softbottle.analysis.settings import Settings
 
+ABOUT = report.About(
+    "What the largest weights of an attention layer select, how the largest one "
+    "shrinks as the text grows, and how sharply weights answer their logits.",
+    "Read off how many tokens such a layer can single out, and at which length no "
+    "token keeps a large weight.",
+)
 COUNTS = (1, 2, 5, 10, 20, 50, 100)  # numbers of tokens that may be selected
 LEVEL = 0.01  # of the test that calls two samples of distances different
 _CAPTION = (

@@ -29,6 +29,12 @@ from softbottle.analysis.capture import Capture
 from softbottle.analysis.instruments import attention, normalizers
 from softbottle.analysis.settings import Settings
 
+ABOUT = report.About(
+    "What the weights of each attention head select: how many tokens it reads, and "
+    "whether these stand out from the rest.",
+    "A head that spreads over most tokens averages them and finds none; past the "
+    "number of tokens where a choice looks blind, larger weights single nothing out.",
+)
 SELECTED = 5  # tokens that `inside` and `tightness` are about
 _COMPARED = {
     "spread": "spread",

@@ -27,6 +27,12 @@ from softbottle.analysis.capture import Capture, bias_or_zeros, present, real
 from softbottle.analysis.settings import Settings
 from softbottle.ops.mixture.activations import SOFTMAX, Activation
 
+ABOUT = report.About(
+    "The loss has a gradient by every word's logit, and only its part in the "
+    "directions of the output table reaches the layers below.",
+    "A share near that of chance says that the table passes on no more than random "
+    "directions would; a wider table passes more.",
+)
 CHUNK = 64  # tokens whose [K, V] gradients are held at a time
 
 

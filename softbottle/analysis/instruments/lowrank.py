@@ -33,6 +33,12 @@ from softbottle.analysis import report
 from softbottle.analysis.capture import Capture, bias_or_zeros, powers, real
 from softbottle.analysis.settings import Settings
 
+ABOUT = report.About(
+    "Heads of every rank up to the model's width are trained on its frozen states, "
+    "and judged on states they have not seen.",
+    "Where the curve is flat before its right end, the table could be narrower; where "
+    "it still falls there, every dimension is in use.",
+)
 NEAR = 0.02  # nats: losses this close to the best are called as good
 
 

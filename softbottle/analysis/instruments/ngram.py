@@ -35,6 +35,13 @@ from softbottle.analysis import report
 from softbottle.analysis.capture import Capture, Text, present
 from softbottle.analysis.settings import Settings
 
+ABOUT = report.About(
+    "How much of the text's own table of which word follows which is lost if that "
+    "table is cut to a number of dimensions.",
+    "Hold your model's width against the line: where it still falls steeply, the text "
+    "asks for more dimensions than the model has, which is a hint and no bound on its "
+    "loss.",
+)
 _PASSES = 6
 _OVERSAMPLING = 16
 _PROBES = 10

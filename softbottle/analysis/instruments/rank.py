@@ -28,6 +28,13 @@ from softbottle.analysis.capture import Capture, joined, present, real
 from softbottle.analysis.instruments import factors, mixture, predictions
 from softbottle.analysis.settings import Precision, Settings
 
+ABOUT = report.About(
+    "The log-probabilities of every word at every position are a matrix, and its rank "
+    "counts the independent directions in which the predictions differ.",
+    "A rank that equals the softmax's bound says that the output layer is the limit, "
+    "and a head without that bound has room; how much of it pays, only training "
+    "tells.",
+)
 PRECISIONS: tuple[Precision, ...] = ("float32", "float64")
 LOSSES = (1e-3, 1e-4, 1e-5)  # of the sum of squares that an effective rank may leave
 

@@ -25,6 +25,12 @@ from softbottle.analysis import report
 from softbottle.analysis.capture import Capture, present, real
 from softbottle.analysis.settings import Settings
 
+ABOUT = report.About(
+    "Anisotropy is the mean cosine of two states, and singular entropy tells how "
+    "unevenly the output table uses its dimensions.",
+    "If all states point one way, or the table's singular values fall at once, part "
+    "of the width that you pay for is idle.",
+)
 OUTLIER = 6.0  # deviations from which a dimension is an outlier
 
 

@@ -22,6 +22,12 @@ from softbottle.analysis.capture import Capture, present, real
 from softbottle.analysis.settings import Settings
 from softbottle.data import vocab
 
+ABOUT = report.About(
+    "The losses of models of several sizes beside the law that fits the larger ones.",
+    "A small model far above the law does worse than its size explains, and a "
+    "saturated output layer is one of the possible causes.",
+)
+
 
 class Law(NamedTuple):
     """L(N, T) = a / N^alpha + b / T^beta + e, for N parameters and T tokens."""

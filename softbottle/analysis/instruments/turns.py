@@ -18,6 +18,12 @@ from softbottle.analysis.capture import Capture, Checkpoint, present, real
 from softbottle.analysis.instruments import saturation
 from softbottle.analysis.settings import Settings
 
+ABOUT = report.About(
+    "Loss, singular entropy and anisotropy at the checkpoints of a training, and the "
+    "step at which each stops falling.",
+    "Where the loss turns up together with the other two, the output layer saturates: "
+    "a longer training of this width will not help, a wider one or another head may.",
+)
 DRAWS = 400  # of a bootstrap
 CANDIDATES = 101  # turning points that are tried
 _SMOOTH = 2  # points on either side that are averaged
