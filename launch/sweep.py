@@ -1,45 +1,6 @@
-"""Train heads at several widths, or objectives at several learning rates.
+"""`softbottle sweep` from a checkout: softbottle/commands/sweep.py."""
 
-    python launch/sweep.py --config configs/quickstart.py --workdir runs/sweep
-    python launch/sweep.py --config configs/templates.py --workdir runs/templates \
-        --objectives plain,trime,histalign --rates 1e-3,3e-3,1e-2
-    python launch/sweep.py --config configs/templates.py:histalign,finetune \
-        --config.train.init_from=runs/templates/plain-0.003-{seed} \
-        --objectives trime,histalign --rates 1e-4,3e-4,1e-3 --workdir runs/tuned
-
-Of heads it makes sweep.json and sweep.png in --workdir, in about ten minutes on two
-cores; of objectives objectives.json and objectives.md, in about two minutes per run
-from scratch. Started again, it resumes where it stopped.
-"""
-
-from softbottle import command
-from softbottle.command import app, config_flags, flags
-from softbottle.experiments import objectives, sweep
-
-CONFIG = config_flags.DEFINE_config_file(
-    "config", help_string="A file of configs/ on the synthetic language or templates."
-)
-WORKDIR = flags.DEFINE_string("workdir", None, "Where it all goes.", required=True)
-HEADS = flags.DEFINE_list("heads", ["softmax", "moc", "mos"], "Heads to compare.")
-WIDTHS = flags.DEFINE_list("widths", ["4", "8", "16", "32"], "Context widths.")
-OBJECTIVES = flags.DEFINE_list("objectives", [], "Objectives, instead of heads.")
-RATES = flags.DEFINE_list("rates", ["1e-3", "3e-3", "1e-2"], "Their learning rates.")
-SEEDS = flags.DEFINE_integer("seeds", 3, "How many seeds.", lower_bound=1)
-
-
-def main() -> None:
-    """Sweep what the flags say."""
-    if CONFIG.value is None:
-        raise app.UsageError("--config is needed, for example configs/quickstart.py")
-    seeds = range(SEEDS.value)
-    if OBJECTIVES.value:
-        rates = [float(rate) for rate in RATES.value]
-        by_objective = dict.fromkeys(OBJECTIVES.value, rates)
-        objectives.run(CONFIG.value, WORKDIR.value, by_objective, seeds)
-    else:
-        widths = [int(width) for width in WIDTHS.value]
-        sweep.run(CONFIG.value, WORKDIR.value, HEADS.value, widths, seeds)
-
+from softbottle import cli
 
 if __name__ == "__main__":
-    command.run(main)
+    cli.run("sweep")

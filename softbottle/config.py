@@ -7,6 +7,8 @@ error the moment it is set. `None` is "not set", and `=none` on the command line
 
 What a field allows stands beside it: `within(default, low, high)` bounds it on both
 sides, ends included; `positive` is above 0; `one_of` lists its values (sections.py).
+What it means is the comment beside it, or above it, which `--helpfull` and
+docs/config.md show (cli/fields.py).
 """
 
 import dataclasses
@@ -34,42 +36,45 @@ FORMAT = 3
 
 @dataclasses.dataclass
 class Synthetic(Section):
-    """The built-in language: see data/synthetic.py."""
+    """The built-in languages: see data/synthetic.py."""
 
-    words: int = within(64, 4)
+    words: int = within(64, 4)  # of its vocabulary
+    readings: int | None = positive(None)  # of each word; None: the random language
+    rank: int = positive(8)  # of the logits of a reading
     spread: float = positive(1.5)  # standard deviation of the true logits
-    train_tokens: int = positive(4_000_000)
-    eval_tokens: int = positive(100_000)
-    seed: int = within(0, 0)
+    train_tokens: int = positive(4_000_000)  # words of its training text
+    eval_tokens: int = positive(100_000)  # words of its validation and of its test text
+    seed: int = within(0, 0)  # of the language and its texts
 
 
 @dataclasses.dataclass
 class Templates(Section):
     """The ambiguous templates: see data/templates.py."""
 
-    train_lines: int = positive(20_000)
-    eval_lines: int = positive(1_000)
-    seed: int = within(0, 0)
+    train_lines: int = positive(20_000)  # of the training text
+    eval_lines: int = positive(1_000)  # of the validation and of the test text
+    seed: int = within(0, 0)  # of the lines
 
 
 @dataclasses.dataclass
 class Data(Section):
     """Which text, and how it becomes integers."""
 
-    name: str = one_of("synthetic", CORPORA)
-    path: str | None = None  # the folder that holds the corpus
+    name: str = one_of("synthetic", CORPORA)  # the corpus; text: files of your own
+    path: str | None = None  # the folder that holds the corpus; for text also a file
     cache: str | None = None  # where encodings are kept; None: ~/.cache/softbottle
     vocab_size: int | None = within(None, 3)  # keep the most frequent types; None: all
     vocab_file: str | None = None  # a given vocabulary, one word per line
-    lowercase: bool = False
+    subwords: bool = False  # byte pair encoding, learned from the text, of vocab_size
+    lowercase: bool = False  # all words in lower case
     unit: str = one_of("stream", UNITS)  # what a row of a batch holds: data/lines.py
     rows: int = positive(32)  # rows of a training batch
     length: int = positive(32)  # positions of a row; the law's mean when it is variable
     variable: bool = False  # draw each batch's length by the AWD-LSTM law
     max_delta: int = within(40, 0)  # a drawn length is at most length + max_delta
-    eval_rows: int = positive(10)
-    test_rows: int = positive(1)
-    eval_length: int = positive(70)
+    eval_rows: int = positive(10)  # rows that the validation text is read in
+    test_rows: int = positive(1)  # rows that the test text is read in
+    eval_length: int = positive(70)  # positions that validation and test read at a time
     synthetic: Synthetic = dataclasses.field(default_factory=Synthetic)
     templates: Templates = dataclasses.field(default_factory=Templates)
 
@@ -80,48 +85,48 @@ class Head(Section):
 
     From `components` on a setting belongs to the heads that have a field of its name
     (heads/); None is the head's own default, and all a head without that field takes.
+    The words that mixtape takes for frequent are the first of the vocabulary, which
+    `data.vocab_size` sorts by frequency.
     """
 
-    name: str = "mos"  # one of heads.HEADS
-    budget_mib: int | None = positive(None)  # memory of a block of logits
-    implementation: str = "auto"  # see ops/mixture/options.py
-    components: int | None = positive(None)  # of a mixture, or of mixtape
+    name: str = "mos"  # kind
+    budget_mib: int | None = positive(None)  # memory of a block of logits, in MiB
+    implementation: str = "auto"  # of the loss; auto: by the device
+    components: int | None = positive(None)  # of a mixture, or of mixtape: K
     context: str | None = None  # of a mixture: residual, linear or tanh
     active: int | None = positive(None)  # mos, moss: components per token
     draw: bool | None = None  # mos, moss: one of the active components, in training
-    classes: int | None = positive(None)  # partition, mfs
+    classes: int | None = positive(None)  # partition, mfs: classes of words, v mod this
     lower: int | None = positive(None)  # doc: components that read the layer below
     layers: int | None = positive(None)  # mfs: how many of the last ones are read
     positions: int | None = positive(None)  # mfs: the token's own and those before it
-    # mixtape: words with gates of their own, the first of a vocabulary that is sorted
-    # by frequency, as data.vocab_size does it
-    frequent: int | None = positive(None)
+    frequent: int | None = positive(None)  # mixtape: words with gates of their own
     gate_dim: int | None = positive(None)  # mixtape: width of the gates' features
-    center: float | None = None  # gss
-    slope: float | None = positive(None)  # gss
-    knots: int | None = positive(None)  # plif
-    span: float | None = positive(None)  # plif
-    rank: int | None = positive(None)  # lowrank
-    cap: float | None = positive(None)  # softcap
+    center: float | None = None  # gss: where g bends
+    slope: float | None = positive(None)  # gss: of g far below the center
+    knots: int | None = positive(None)  # plif: segments of g
+    span: float | None = positive(None)  # plif: they divide [-span, span]
+    rank: int | None = positive(None)  # lowrank: of the output table
+    cap: float | None = positive(None)  # softcap: the largest logit
 
 
 @dataclasses.dataclass
 class Model(Section):
     """Table and backbone."""
 
-    backbone: str = one_of("awd_lstm", BACKBONES)
+    backbone: str = one_of("awd_lstm", BACKBONES)  # window: feed-forward n-grams
     embed_dim: int = positive(8)  # width of the input table; of the output's when tied
-    context_dim: int | None = positive(None)  # of the output table; None: embed_dim
+    context_dim: int | None = positive(None)  # output table's width; None: embed_dim
     hidden_dim: int = positive(64)  # inner width of the backbone
     last_dim: int = positive(8)  # width of the state that the head reads
-    layers: int = positive(1)
-    attention_heads: int = positive(4)  # transformer
+    layers: int = positive(1)  # awd_lstm, transformer: how many
+    attention_heads: int = positive(4)  # transformer: per layer
     order: int = positive(1)  # window: how many words it sees
     tied: bool = True  # tied embeddings: one table for input and output
     table_range: float = positive(0.1)  # tables start uniform in plus or minus this
     bias_start: str = one_of("zero", BIASES)  # frequency: the words' log-frequencies
     vocab_multiple: int = positive(1)  # table rows are rounded up to a multiple of this
-    compute_dtype: str = one_of("float32", DTYPES)  # parameters stay float32
+    compute_dtype: str = one_of("float32", DTYPES)  # of GEMMs; parameters stay float32
     remat: bool = False  # transformer: activation checkpointing, block by block
     scan_layers: bool = False  # transformer: one compiled block for all layers
 
@@ -153,7 +158,7 @@ class Cache(Section):
     alpha times the ranking loss to that.
     """
 
-    objective: str = one_of("plain", OBJECTIVES)
+    objective: str = one_of("plain", OBJECTIVES)  # what is trained, as said above
     alpha: float = within(1.0, 0)  # histalign: weight of the ranking loss
     margin: float = within(0.001, 0)  # histalign: lambda, for every place in the order
 
@@ -162,14 +167,15 @@ class Cache(Section):
 class Optim(Section):
     """The optimizer, its schedule and its average."""
 
-    name: str = one_of("adamw", OPTIMIZERS)
-    learning_rate: float = positive(1e-3)
+    name: str = one_of("adamw", OPTIMIZERS)  # which optimizer
+    learning_rate: float = positive(1e-3)  # adamw: the peak of the schedule
     slope_learning_rate: float | None = positive(None)  # plif's slopes; None: as others
     warmup_steps: int = within(0, 0)  # adamw: linear learning-rate warm-up
     decay_steps: int | None = positive(None)  # adamw: cosine decay over these steps
     end_factor: float = within(0.0, 0)  # adamw: the last learning rate over the peak
-    weight_decay: float = within(0.0, 0)
-    clip: float | None = positive(None)  # global norm
+    weight_decay: float = within(0.0, 0)  # of all parameters
+    clip: float | None = positive(None)  # gradient clipping, by the global norm
+    # of parameters; nt: by the non-monotone trigger, et: at switch_epoch
     averaging: str = one_of("none", AVERAGING)
     patience: int = positive(5)  # nt: epochs without a new best before averaging
     switch_epoch: int = within(200, 0)  # et: the epoch at which averaging begins
@@ -188,19 +194,20 @@ class Mesh(Section):
 class Train(Section):
     """The loop; it ends after `steps` or `epochs`, whichever comes first."""
 
-    steps: int | None = positive(1000)
-    epochs: int | None = positive(None)
-    eval_every: int | None = positive(None)  # steps; None: once per epoch
-    log_every: int = positive(50)
-    checkpoint_every: int = positive(500)  # steps
-    keep: int = within(
-        2, 2
-    )  # newest checkpoints: one is there while another is written
+    steps: int | None = positive(1000)  # how long; None: until `epochs`
+    epochs: int | None = positive(None)  # how long; None: until `steps`
+    eval_every: int | None = positive(None)  # steps per validation; None: one per epoch
+    log_every: int = positive(50)  # steps per line of metrics.jsonl
+    checkpoint_every: int = positive(500)  # steps per checkpoint
+    # newest checkpoints that are kept: one is there while another is written
+    keep: int = within(2, 2)
     series: bool = False  # also keep checkpoints at log-spaced steps
     init_from: str | None = None  # start from the best checkpoint of this run
-    profile_steps: int | None = positive(None)  # trace so many: see training/profiling
-    stop_patience: int | None = positive(None)  # stop if no better than all but so many
+    profile_steps: int | None = positive(None)  # trace so many steps
+    # stop if a validation is no better than all but the last so many
+    stop_patience: int | None = positive(None)
     equal_softmax: bool = False  # also train a softmax with as many parameters
+    same_width_softmax: bool = False  # also train a softmax of the same context_dim
 
 
 @dataclasses.dataclass
@@ -215,7 +222,7 @@ class Config(Section):
     optim: Optim = dataclasses.field(default_factory=Optim)
     train: Train = dataclasses.field(default_factory=Train)
     mesh: Mesh = dataclasses.field(default_factory=Mesh)
-    seed: int = within(0, 0)
+    seed: int = within(0, 0)  # of parameters, dropout and the order of the text
 
 
 def validate(config: Config) -> Config:
@@ -314,6 +321,15 @@ def context_dim(config: Config) -> int:
 def _check_together(config):
     """Raise ValueError where settings contradict each other."""
     data, model = config.data, config.model
+    if data.subwords and (data.vocab_size is None or data.vocab_file is not None):
+        raise ValueError(
+            "data.subwords are learned from the text: set data.vocab_size, and not "
+            "data.vocab_file."
+        )
+    if data.subwords and config.head.name == "mixtape":
+        raise ValueError(
+            "mixtape wants the words sorted by frequency, and data.subwords are not."
+        )
     if data.variable and data.unit != "stream":
         raise ValueError(
             f"data.variable draws the length of a stream's batches, and data.unit is "

@@ -9,7 +9,7 @@ import copy
 import dataclasses
 import math
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 # The largest dropout rate: a rate of 1 would leave nothing.
@@ -50,11 +50,9 @@ class Section:
         if float in types[name] and type(value) is int:
             value = float(value)
         if type(value) not in types[name]:
-            allowed = " or ".join(
-                "None" if kind is type(None) else kind.__name__ for kind in types[name]
-            )
+            kinds = " or ".join(map(_word, types[name]))
             raise ValueError(
-                f"{self._title()}.{name} must be {allowed}, got {value!r} of type "
+                f"{self._title()}.{name} must be {kinds}, got {value!r} of type "
                 f"{type(value).__name__}."
             )
         object.__setattr__(self, name, value)
@@ -79,7 +77,7 @@ def check(section: Section) -> None:
 
     The message names the field, its value and what was expected.
     """
-    for name, field, value in _leaves(section):
+    for name, field, value in leaves(section):
         _check_value(name, field.metadata, value)
 
 
@@ -129,6 +127,35 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def leaves(
+    section: Section, prefix: str = ""
+) -> Iterator[tuple[str, dataclasses.Field, Any]]:
+    """(dotted name, field, value) of all settings."""
+    for field in dataclasses.fields(section):
+        name, value = prefix + field.name, getattr(section, field.name)
+        if isinstance(value, Section):
+            yield from leaves(value, f"{name}.")
+        else:
+            yield name, field, value
+
+
+def allowed(field: dataclasses.Field) -> str:
+    """What the values of a field are, in words."""
+    if "choices" in field.metadata:
+        return ", ".join(field.metadata["choices"])
+    kind, *unset = map(_word, _types(field))
+    if "positive" in field.metadata:
+        kind += " > 0"
+    elif "within" in field.metadata:
+        low, high = field.metadata["within"]
+        kind += " in [0, 1)" if high == BELOW_ONE else f" >= {low}"
+    return " or ".join([kind, *unset])
+
+
+def _word(kind):
+    return "None" if kind is type(None) else kind.__name__
+
+
 def _check_value(name, allowed, value):
     """Raise ValueError unless a value is what its field allows; None always is."""
     if value is None:
@@ -162,13 +189,3 @@ def _sections(section):
     for field in dataclasses.fields(section):
         if isinstance(value := getattr(section, field.name), Section):
             yield from _sections(value)
-
-
-def _leaves(section, prefix=""):
-    """(dotted name, field, value) of all settings."""
-    for field in dataclasses.fields(section):
-        name, value = prefix + field.name, getattr(section, field.name)
-        if isinstance(value, Section):
-            yield from _leaves(value, f"{name}.")
-        else:
-            yield name, field, value

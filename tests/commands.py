@@ -1,4 +1,4 @@
-"""The programs of launch/, each in a process of its own on the CPU.
+"""The commands, each in a process of its own on the CPU.
 
 To start Python and import what a program needs takes seconds. So a program is forked
 from a server that has imported it all and has touched no device; `start_fresh` starts
@@ -24,10 +24,11 @@ SECONDS = 300  # after which a program counts as hanging
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload(
     [
-        *("pytest", "tests.commands", "softbottle.command", "softbottle.bench.race"),
+        *("pytest", "tests.commands", "softbottle.cli.program"),
+        *("softbottle.bench.race", "softbottle.bench.plan"),
         *("softbottle.analysis.inspection", "softbottle.experiments.continuation"),
         *("softbottle.experiments.objectives", "softbottle.scoring.dynamic"),
-        *("softbottle.scoring.export", "softbottle.bench.plan"),
+        "softbottle.scoring.export",
     ]
 )
 
@@ -80,6 +81,7 @@ def start(
     """Start a program.
 
     Args:
+        script: a file of launch/, or the name of a command of `softbottle`.
         typed: what it finds on stdin.
         log: where stdout and stderr are appended, or None for files of its own.
     """
@@ -87,7 +89,7 @@ def start(
 
 
 def _main(script, arguments, streams, devices):
-    """In the new process: be `python launch/script arguments`."""
+    """In the new process: be `python launch/script`, or `softbottle script`."""
     modes = (os.O_RDONLY, *2 * [os.O_WRONLY | os.O_CREAT | os.O_APPEND])
     for stream, (path, mode) in enumerate(zip(streams, modes, strict=True)):
         os.dup2(os.open(path, mode), stream)
@@ -95,9 +97,13 @@ def _main(script, arguments, streams, devices):
     os.chdir(ROOT)
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", devices)
-    sys.argv = [f"launch/{script}", *arguments]
     try:
-        runpy.run_path(sys.argv[0], run_name="__main__")
+        if script.endswith(".py"):
+            sys.argv = [f"launch/{script}", *arguments]
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        else:
+            sys.argv = ["softbottle", script, *arguments]
+            runpy.run_module("softbottle", run_name="__main__")
     finally:
         # A forked process leaves them out, and jax and orbax have some.
         atexit._run_exitfuncs()

@@ -165,6 +165,37 @@ def test_contexts_that_have_changed_since_are_not_read_as_others(name):
     assert configs.from_dict(stored).head.context == "tanh"
 
 
+def test_a_language_stored_before_there_were_readings_is_the_random_one():
+    stored = configs.to_dict(changed("data.synthetic.words", 5))
+    for name in ("readings", "rank"):
+        del stored["data"]["synthetic"][name]
+    del stored["train"]["same_width_softmax"]
+    language = configs.from_dict(stored).data.synthetic
+    assert (language.words, language.readings) == (5, None)
+
+
+@pytest.mark.parametrize(
+    "fields, expected",
+    [
+        ({}, "set data.vocab_size"),
+        ({"vocab_size": 300, "vocab_file": "words.txt"}, "not data.vocab_file"),
+    ],
+)
+def test_subwords_are_learned_and_have_a_number(fields, expected):
+    config = changed("data.subwords", True)
+    for name, value in fields.items():
+        setattr(config.data, name, value)
+    with pytest.raises(ValueError, match=expected):
+        configs.validate(config)
+
+
+def test_mixtape_wants_words_by_frequency_and_subwords_are_not():
+    config = changed("data.subwords", True)
+    config.data.vocab_size, config.head.name = 300, "mixtape"
+    with pytest.raises(ValueError, match="sorted by frequency"):
+        configs.validate(config)
+
+
 def test_rows_are_a_multiple_of_the_accumulated_parts():
     with pytest.raises(ValueError, match="data.rows=32 .*optim.accumulate=5"):
         configs.validate(changed("optim.accumulate", 5))

@@ -12,6 +12,7 @@ from tests import ROOT
 FOLDER = ROOT / "configs"
 MIXTURES = ("mos", "moc", "moss")
 PAPERS = (*MIXTURES, "softmax", "sigsoftmax", "gss", "plif")
+TEXT = ("moc", "mos", "softmax")
 STAGES = ("", ",finetune", ",et", ",et,finetune")
 RECIPES = [head + stage for head, stage in itertools.product(PAPERS, STAGES)]
 ARGUMENTS = [
@@ -20,8 +21,10 @@ ARGUMENTS = [
     *(("lm1b", head) for head in (*MIXTURES, "softmax", "sigsoftmax")),
     *(("lm1b", f"{head},modern") for head in (*MIXTURES, "softmax", "sigsoftmax")),
     *(("quickstart", head) for head in (*MIXTURES, "softmax", "sigsoftmax")),
+    *(("quickstart", f"{head},random") for head in (*MIXTURES, "softmax")),
     *(("templates", objective) for objective in configs.OBJECTIVES),
     *(("books", objective) for objective in configs.OBJECTIVES),
+    *(("text", head + tokens) for head in TEXT for tokens in ("", ",subwords")),
     *(("dropin", backbone) for backbone in ("awd_lstm", "transformer")),
 ]
 
@@ -61,6 +64,20 @@ def test_every_argument_gives_a_config_that_is_valid(name):
     offered = getattr(module, "HEADS", None) or getattr(module, "COMPONENTS", PAPERS)
     assert heads == set(offered)
     assert module.get_config().head.name == "mos"
+
+
+@pytest.mark.parametrize("head", TEXT)
+def test_subwords_of_a_text_change_its_tokens_alone(head):
+    module = load("text")
+    words = configs.validate(module.get_config(head))
+    pieces = configs.validate(module.get_config(f"{head},subwords"))
+    lines = configs.differences(pieces, configs.to_dict(words))
+    assert {line.split(":")[0] for line in lines} == {
+        *("data.subwords", "data.vocab_size")
+    }
+    assert words.head.name == head and words.data.name == "text"
+    assert set(module.COMPONENTS) == set(TEXT)
+    assert "configs/text.py" in module.__doc__
 
 
 @pytest.mark.parametrize("backbone", ["awd_lstm", "transformer"])
@@ -173,6 +190,7 @@ def test_a_stage_changes_the_optimiser_and_nothing_that_the_model_is(name, head)
         ("templates", "trim", "'trime'"),
         ("templates", "trime,finetun", "'plain'"),
         ("books", "histaling", "'histalign'"),
+        ("text", "moc,subword", "'softmax'"),
     ],
 )
 def test_an_unknown_head_or_stage_is_refused_with_those_there_are(

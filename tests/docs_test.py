@@ -17,7 +17,7 @@ TOP = sorted(ROOT.glob("*.md"))
 SITE = sorted((ROOT / "docs").rglob("*.md"))
 # Packages that no extra brings: where one is missing, its page is not run.
 OPTIONAL = ("equinox",)
-# A console command is a program of launch/.
+# A program of launch/, or the same command by its name.
 COMMAND = re.compile(r"(?:^|\s)(?:python launch/(\w+)\.py|softbottle (\w+))(?= |$)(.*)")
 LOOP = re.compile(r"for (\w+) in (.*?); do")
 
@@ -55,7 +55,7 @@ def programs(page):
     for line in shell_lines(page):
         if match := COMMAND.search(line):
             arguments = tuple(shlex.split(match[3], comments=True))
-            found[f"{match[1] or match[2]}.py", arguments] = None
+            found[f"{match[1]}.py" if match[1] else match[2], arguments] = None
     return list(found)
 
 

@@ -3,7 +3,6 @@
 No network: the packages of the new environment are links to those of this one.
 """
 
-import ast
 import configparser
 import importlib.metadata
 import os
@@ -17,14 +16,14 @@ import zipfile
 import pytest
 
 import softbottle
+from softbottle import cli
 from tests import ROOT
 
 CORE = ("jax", "jaxlib", "ml_dtypes", "numpy", "opt_einsum", "scipy")
 EXTRAS = {
-    *("train", "data", "analysis", "gguf", "hf", "tensorboard", "tensorflow"),
-    "docs",
+    *("train", "data", "subwords", "analysis", "gguf", "hf", "tensorboard"),
+    *("tensorflow", "docs"),
 }
-SCRIPTS = sorted((ROOT / "launch").glob("*.py"))
 
 
 def run(*command, **options):
@@ -47,11 +46,9 @@ def wheel(tmp_path_factory):
     source = tmp_path_factory.mktemp("source")
     for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    shutil.copytree(
-        ROOT / "softbottle",
-        source / "softbottle",
-        ignore=shutil.ignore_patterns("__pycache__"),
-    )
+    for name in ("softbottle", "configs"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, source / name, ignore=ignored)
     options = ("--wheel", "--no-isolation", "--outdir", source)
     done = run(sys.executable, "-m", "build", *options, cwd=source)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -149,16 +146,15 @@ def test_heads_and_ops_import_no_extra(python, tmp_path):
     assert {"softbottle.heads.mos", "softbottle.ops.mixture.api"} <= imported
 
 
-@pytest.mark.parametrize(
-    "script, extra", [("train.py", "train"), ("analyze.py", "analysis")]
-)
-def test_a_command_without_its_extra_says_which(python, requirements, script, extra):
-    done = run(python, f"launch/{script}", cwd=ROOT)
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_a_command_without_its_extra_says_which(python, requirements, name, tmp_path):
+    done = run(python.with_name("softbottle"), name, cwd=tmp_path)
     assert done.returncode == 2, done.stderr
     (line,) = done.stderr.splitlines()
     start, _, rest = line.partition("(")
-    assert start == f"launch/{script} needs packages that are not installed "
+    assert start == f"softbottle {name} needs packages that are not installed "
     modules, _, advice = rest.partition("): ")
+    extra = "analysis" if name == "analyze" else "train"
     assert advice == f"pip install 'softbottle[{extra}]'"
     # Every package of the extra that does not come with jax is looked for, but the
     # one that only texts which are not encoded yet need.
@@ -168,18 +164,29 @@ def test_a_command_without_its_extra_says_which(python, requirements, script, ex
     assert looked_for <= canonical(missing)
 
 
-@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
-def test_a_command_looks_for_its_packages_before_it_imports_any(path):
-    standard = sys.stdlib_module_names | {"numpy"}
-    for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.ImportFrom) and node.module == "softbottle":
-            assert node.names[0].name == "command"
-            return
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            names = getattr(node, "names", ())
-            tops = [getattr(node, "module", None) or alias.name for alias in names]
-            assert {name.split(".")[0] for name in tops} <= standard
-    pytest.fail(f"{path.name} does not import softbottle.command")
+@pytest.mark.parametrize("arguments", [(), ("--help",)])
+def test_the_tool_lists_its_commands_where_there_is_nothing_but_jax(
+    python, tmp_path, arguments
+):
+    done = run(python.with_name("softbottle"), *arguments, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"^    (\w+)  +\S", done.stdout, re.MULTILINE) == [*cli.COMMANDS]
+
+
+CONFIGS = """
+import sys
+from softbottle.cli import configs
+path = configs.resolve("wt2:mos").partition(":")[0]
+assert path.startswith(sys.prefix), path
+print(*configs.files())
+"""
+
+
+def test_the_configs_come_with_the_wheel(python, tmp_path):
+    done = run(python, "-c", CONFIGS, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    expected = {path.stem for path in (ROOT / "configs").glob("*.py")}
+    assert set(done.stdout.split()) == expected
 
 
 @pytest.mark.slow
@@ -202,10 +209,10 @@ def test_a_corpus_whose_extra_is_missing_says_which(tmp_path):
 def test_the_wheel_has_all_modules_and_the_marker_of_types(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = {n for n in archive.namelist() if ".dist-info/" not in n}
-    package = (ROOT / "softbottle").rglob("*.py")
-    assert names == {str(path.relative_to(ROOT)) for path in package} | {
-        "softbottle/py.typed"
-    }
+    data = f"softbottle-{softbottle.__version__}.data/data/share/softbottle"
+    package = {str(path.relative_to(ROOT)) for path in ROOT.glob("softbottle/**/*.py")}
+    configs = {f"{data}/configs/{path.name}" for path in ROOT.glob("configs/*.py")}
+    assert names == package | configs | {"softbottle/py.typed"}
 
 
 def test_the_wheel_asks_for_jax_and_numpy_alone_and_tests_for_all(requirements):

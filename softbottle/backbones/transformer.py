@@ -88,8 +88,9 @@ class Transformer(nn.Module):
         """
         if self.hidden_dim % (2 * self.attention_heads):
             raise ValueError(
-                f"hidden_dim={self.hidden_dim} is not a multiple of twice "
-                f"attention_heads={self.attention_heads}; rotary positions turn pairs."
+                f"model.hidden_dim={self.hidden_dim} is not a multiple of twice "
+                f"model.attention_heads={self.attention_heads}: rotary positions turn "
+                "pairs of dimensions."
             )
         params = self.param(
             "blocks", _init_blocks, self.layers, self.hidden_dim, self.attention_heads

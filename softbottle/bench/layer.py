@@ -21,12 +21,12 @@ from softbottle.ops.mixture.options import Options
 Row = dict[str, Any]
 # By the name of their rows; `config.head` of each, `frequent` as a share.
 LAYERS: dict[str, Row] = {
-    "partition, 4 classes": {"name": "partition", "classes": 4},
-    "mixtape, 10% frequent": {"name": "mixtape", "components": 4, "frequent": 0.1},
-    "mos, 2 of 7 active": {"name": "mos", "components": 7, "active": 2},
-    "partition, 8 classes": {"name": "partition", "classes": 8},
-    "moc, 7 contexts": {"name": "moc", "components": 7},
-    "mfs, 3 components": {"name": "mfs", "components": 3},
+    "partition-4": {"name": "partition", "classes": 4},
+    "mixtape-4": {"name": "mixtape", "components": 4, "frequent": 0.1},
+    "mos-7-active-2": {"name": "mos", "components": 7, "active": 2},
+    "partition-8": {"name": "partition", "classes": 8},
+    "moc-7": {"name": "moc", "components": 7},
+    "mfs-3": {"name": "mfs", "components": 3},
 }
 # The sizes they are timed at: large enough that time is not that of launches.
 CASES = ("tiny", "lm1b-100k")

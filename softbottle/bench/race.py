@@ -56,10 +56,11 @@ def head(
     peers: list[str],
     *,
     sweep: str | None = None,
+    heads: Sequence[str] | None = None,
     budget_mib: int = 0,
     seconds: float = 0.5,
 ) -> Row:
-    """Race the mixture loss, its evaluation and the bare GEMMs.
+    """Race the mixture loss, its evaluation, the bare GEMMs and whole heads.
 
     Args:
         ask: gives the row of a module's task.
@@ -68,6 +69,7 @@ def head(
             evaluation and softmax are timed as well.
         peers: names of PEERS.
         sweep: one of problem.SWEEPS instead of shapes: only losses, to be plotted.
+        heads: names of layer.LAYERS, the whole heads at layer.CASES; None is all.
         budget_mib: the operations' `budget_bytes`, in MiB; 0 leaves the default.
         seconds: of timing, per variant.
     """
@@ -75,6 +77,8 @@ def head(
     check_names("sweep", [sweep] if sweep else [], list(problem.SWEEPS))
     check_names("implementation", implementations, ["auto", *options.IMPLEMENTATIONS])
     check_peers(peers)
+    chosen = list(layers.LAYERS if heads is None else heads)
+    check_names("head", chosen, list(layers.LAYERS))
     machine = probe(ask)
     on_gpu = machine["platform"] == "gpu"
     cases: Sequence[problem.Case]
@@ -89,7 +93,9 @@ def head(
         "check_flop": check_flop(machine),
     }
     limit = ceiling(ask, machine, seconds)
-    ours = [task for case in cases for task in _ours(case, implementations, sweep)]
+    ours = [
+        task for case in cases for task in _ours(case, implementations, sweep, chosen)
+    ]
     wanted = [item for peer in peers for item in PEERS[peer][0].items()]
     theirs = [
         head_task(case, name, "loss", 3) | {"family": "peer", "peer": peer}
@@ -274,7 +280,7 @@ def head_task(case: problem.Case, variant: str, kind: str, products: int) -> Row
     }
 
 
-def _ours(case, implementations, sweep):
+def _ours(case, implementations, sweep, heads):
     def ours(variant, kind, products, family="ours", **fields):
         return head_task(case, variant, kind, products) | {"family": family, **fields}
 
@@ -289,7 +295,6 @@ def _ours(case, implementations, sweep):
         tasks.append(ours("softmax", "loss", 3, "softmax", case=single, **first))
     if case.name in layers.CASES:
         tasks += [
-            ours(name, "layer", 3, head=head, **first)
-            for name, head in layers.LAYERS.items()
+            ours(name, "layer", 3, head=layers.LAYERS[name], **first) for name in heads
         ]
     return tasks

@@ -60,9 +60,10 @@ def load(config: config_lib.Data) -> Corpus:
     _warn_of_changed_files(config.name, sums)
     root = pathlib.Path(config.cache or "~/.cache/softbottle").expanduser()
     folder = root / f"{config.name}-{_key(config, sums)}"
-    if (corpus := encoded.opened(folder, config.lowercase)) is None:
+    spelling = config.lowercase, config.subwords
+    if (corpus := encoded.opened(folder, *spelling)) is None:
         _encode(config, texts, folder)
-        corpus = encoded.opened(folder, config.lowercase)
+        corpus = encoded.opened(folder, *spelling)
     if corpus is None:
         raise FileNotFoundError(f"{folder} was deleted as soon as it was encoded.")
     return corpus
@@ -110,7 +111,7 @@ def read(paths: Sequence[str], vocab: Vocab) -> np.ndarray:
         parts.append(numbering.number(chunk))
     if set(numbering.lookup) <= {vocab_lib.EOS}:
         raise ValueError(f"there are no words in {', '.join(map(str, source.files))}.")
-    ids = vocab.renumbering(list(numbering.lookup))[np.concatenate(parts)]
+    ids = vocab.translator(list(numbering.lookup))(np.concatenate(parts))
     return np.concatenate([[vocab.eos], ids]).astype(np.int32)
 
 
@@ -171,6 +172,9 @@ def _key(config, sums):
         "vocab_file": hashlib.sha256(words).hexdigest(),
         "lowercase": config.lowercase,
     }
+    if config.subwords:
+        # Else the key is that of caches that were written before there were subwords.
+        settings["subwords"] = True
     return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
 
 
@@ -189,7 +193,7 @@ def _encode(config, texts, folder):
         }
         vocab.save(partial / "vocab.txt")
         encoded.seal(partial, facts)
-        check(encoded.mapped(partial, config.lowercase))
+        check(encoded.mapped(partial, config.lowercase, config.subwords))
         _log_speed(config.name, facts, len(vocab))
         try:
             partial.rename(folder)
@@ -219,14 +223,13 @@ def _write_ids(config, texts, folder):
             tokens[name] = _write_split(config, texts[name], path, numbering, bar)
             if vocab is None and config.vocab_size:
                 # Only the training text says which words are frequent.
-                vocab = vocab_lib.most_frequent(
-                    numbering, config.vocab_size, config.lowercase
-                )
+                make = vocab_lib.pieces if config.subwords else vocab_lib.most_frequent
+                vocab = make(numbering, config.vocab_size, config.lowercase)
     if vocab is None:
         return tokens, vocab_lib.closed(numbering, config.lowercase)
-    table = vocab.renumbering(list(numbering.lookup))
+    translate = vocab.translator(list(numbering.lookup))
     for name in SPLITS:
-        _renumber(folder / f"{name}.int32", table)
+        tokens[name] = _renumber(folder / f"{name}.int32", translate)
     return tokens, vocab
 
 
@@ -242,16 +245,22 @@ def _write_split(config, source, path, numbering, bar):
             bar.update(chunk.progress)
     if not words:
         names = ", ".join(str(file) for file in source.files)
-        raise ValueError(f"there are no words in {names}.")
+        raise ValueError(f"the {path.stem} text has no words in {names}.")
     return tokens
 
 
-def _renumber(path, table):
-    ids = np.memmap(path, "<i4", "r+")
+def _renumber(path, translate):
+    """Turn the numbers of words into the vocabulary's ids; return their number."""
+    numbers, tokens = np.memmap(path, "<i4", "r"), 0
+    renumbered = path.with_suffix(".renumbered")
     step = sources.CHUNK_BYTES // 4
-    for start in range(0, len(ids), step):
-        ids[start : start + step] = table[ids[start : start + step]]
-    ids.flush()
+    with open(renumbered, "wb") as file:
+        for start in range(0, len(numbers), step):
+            ids = translate(numbers[start : start + step])
+            file.write(ids.astype("<i4", copy=False).data)
+            tokens += len(ids)
+    renumbered.replace(path)
+    return tokens
 
 
 def _log_speed(name, facts, vocab):

@@ -49,7 +49,9 @@ def seal(folder: pathlib.Path, facts: Mapping[str, Any]) -> None:
     files.replace(folder / "manifest.json", manifest)
 
 
-def opened(folder: pathlib.Path, lowercase: bool) -> Corpus | None:
+def opened(
+    folder: pathlib.Path, lowercase: bool, subwords: bool = False
+) -> Corpus | None:
     """The corpus in a folder once it is checked, or None if there is none.
 
     Raises:
@@ -58,7 +60,7 @@ def opened(folder: pathlib.Path, lowercase: bool) -> Corpus | None:
     if (expected := _expected(folder)) is None:
         return None
     _check(folder, expected)
-    corpus = mapped(folder, lowercase)
+    corpus = mapped(folder, lowercase, subwords)
     for name, ids in corpus.splits.items():
         # For `digest`; NumPy does not hand it on to a slice, which has another hash.
         # A memory-mapped array takes attributes of its own; mypy knows plain ones.
@@ -66,12 +68,13 @@ def opened(folder: pathlib.Path, lowercase: bool) -> Corpus | None:
     return corpus
 
 
-def mapped(folder: pathlib.Path, lowercase: bool) -> Corpus:
+def mapped(folder: pathlib.Path, lowercase: bool, subwords: bool = False) -> Corpus:
     """The corpus in a folder as it is, its arrays memory-mapped."""
     train, valid, test = (
         np.memmap(folder / f"{name}.int32", "<i4", "r") for name in SPLITS
     )
-    return Corpus(train, valid, test, Vocab.load(folder / _VOCAB, lowercase))
+    vocab = Vocab.load(folder / _VOCAB, lowercase, subwords)
+    return Corpus(train, valid, test, vocab)
 
 
 def digest(corpus: Corpus) -> dict[str, str]:

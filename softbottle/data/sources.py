@@ -3,6 +3,8 @@
     ptb   ptb.train.txt         ptb.valid.txt         ptb.test.txt
     wt2   wiki.train.tokens     wiki.valid.tokens     wiki.test.tokens
     text  train.txt             valid.txt             test.txt
+          or any file, or folder of files, of which the first 90% train, the next 5%
+          validate and the last 5% test
     lm1b  training-monolingual.tokenized.shuffled/, heldout-monolingual.tokenized.
           shuffled/ (shards plain, .gz or .xz), or an array_record data set from TFDS
 
@@ -13,6 +15,7 @@ so the first half of its `test` records validates and the second half tests.
 """
 
 import codecs
+import functools
 import gzip
 import lzma
 import pathlib
@@ -30,6 +33,7 @@ CHUNK_BYTES = 1 << 23
 _NAMES = {"ptb": "ptb.{}.txt", "wt2": "wiki.{}.tokens", "text": "{}.txt"}
 _LM1B = "{}-monolingual.tokenized.shuffled"
 _LM1B_SHARDS: dict[Split, tuple[int, ...]] = {"valid": (0, 10), "test": (20, 30, 40)}
+_CUTS = (0.9, 0.95)  # where a text that is not split ends to train, and to validate
 _OPENERS = {".gz": gzip.open, ".xz": lzma.open}
 
 
@@ -50,6 +54,8 @@ def of_corpus(config: config_lib.Data) -> dict[Split, Source]:
     if not config.path:
         raise ValueError(f"data.path must name the folder of {config.name}.")
     folder = pathlib.Path(config.path).expanduser()
+    if config.name == "text" and not _has_splits(folder):
+        return _cut_in_three(of_paths([config.path]))
     if not folder.is_dir():
         raise FileNotFoundError(f"data.path is {config.path!r}, which is no folder.")
     if config.name == "lm1b":
@@ -73,6 +79,39 @@ def of_paths(paths: Sequence[str]) -> Source:
             raise FileNotFoundError(f"there is no file or folder {path}.")
         files += _shards(path) if path.is_dir() else [path]
     return _text_source(files)
+
+
+def _has_splits(folder):
+    """Whether a folder has the file of a split; it then needs all three."""
+    return any((folder / f"{name}.txt").exists() for name in SPLITS)
+
+
+def _cut_in_three(source):
+    """One text as three: at the word after 90% and after 95% of its bytes."""
+    total = sum(len(chunk.raw) for chunk in source.chunks())
+    bounds = [0, *(round(share * total) for share in _CUTS), total]
+    return {
+        name: Source(source.files, functools.partial(_between, source, start, stop))
+        for name, start, stop in zip(SPLITS, bounds, bounds[1:], strict=False)
+    }
+
+
+def _between(source, start, stop):
+    """The chunks of a text from one byte to another, both moved to the next word."""
+    seen = 0
+    for chunk in source.chunks():
+        first, last = (_next_word(chunk.raw, place - seen) for place in (start, stop))
+        seen += len(chunk.raw)
+        line = chunk.line + chunk.raw.count(b"\n", 0, first)
+        yield chunk._replace(raw=chunk.raw[first:last], line=line)
+
+
+def _next_word(raw, place):
+    """The first place not before `place` that begins a chunk or follows white space."""
+    if place <= 0:
+        return 0
+    match = re.compile(rb"[ \n]").search(raw, place - 1)
+    return match.end() if match else len(raw)
 
 
 def _lm1b_sources(folder):

@@ -16,13 +16,14 @@ import hashlib
 import os
 import pathlib
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent import futures
 from typing import Literal, NamedTuple
 
 import numpy as np
 
 from softbottle import files
+from softbottle.data import subwords as subwords_lib
 
 EOS, UNK = "<eos>", "<unk>"
 Split = Literal["train", "valid", "test"]
@@ -40,6 +41,7 @@ class Vocab:
     Attributes:
         words: the word of each id.
         lowercase: whether text is lower-cased before it is looked up.
+        subwords: whether the words are pieces that text is cut into: see subwords.py.
         lookup: the id of each word.
         eos: the id of the word that ends a line.
         unk: the id of the word that stands for those out of vocabulary, or None.
@@ -51,6 +53,7 @@ class Vocab:
 
     words: tuple[str, ...]
     lowercase: bool = False
+    subwords: bool = False
     lookup: dict[str, int] = dataclasses.field(init=False, repr=False, compare=False)
     eos: int = dataclasses.field(init=False)
     unk: int | None = dataclasses.field(init=False)
@@ -82,20 +85,28 @@ class Vocab:
         files.replace(pathlib.Path(path), mark + raw)
 
     @classmethod
-    def load(cls, path: os.PathLike[str] | str, lowercase: bool = False) -> "Vocab":
+    def load(
+        cls,
+        path: os.PathLike[str] | str,
+        lowercase: bool = False,
+        subwords: bool = False,
+    ) -> "Vocab":
         """Read one word per line; the inverse of `save`."""
         raw = _checked(Chunk(pathlib.Path(path).read_bytes(), str(path), 1))
         lines = (
             raw.removeprefix(codecs.BOM_UTF8).decode().removesuffix("\n").split("\n")
         )
         try:
-            return cls(tuple(line.removesuffix("\r") for line in lines), lowercase)
+            words = tuple(line.removesuffix("\r") for line in lines)
+            return cls(words, lowercase, subwords)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
 
     def split(self, text: str) -> list[str]:
         """The words of a text, as the vocabulary sees them."""
         words = _split(text.encode(), self.lowercase).to_pylist()
+        if self.subwords:
+            return self.decode(self.translator(words)(np.arange(len(words))))
         return [self.words[self.eos] if word == EOS else word for word in words]
 
     def encode(self, text: str) -> np.ndarray:
@@ -104,7 +115,8 @@ class Vocab:
         Raises:
             ValueError: if a word is unknown and the vocabulary has no `<unk>`.
         """
-        return self.renumbering(self.split(text))
+        words = _split(text.encode(), self.lowercase).to_pylist()
+        return self.translator(words)(np.arange(len(words)))
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> list[str]:
         """The words of some ids.
@@ -115,6 +127,36 @@ class Vocab:
         ids_T = np.asarray(ids)
         check_ids("ids", ids_T, len(self))
         return [self.words[index] for index in ids_T.tolist()]
+
+    def spell(self, ids: Iterable[int]) -> Iterator[str]:
+        """What each id adds to a text: a word and the space before it, a line break.
+
+        A subword may end within a character, which the next ones complete.
+        """
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        for index in ids:
+            if index == self.eos:
+                yield decoder.decode(b"", final=True) + "\n"
+            elif self.subwords:
+                yield decoder.decode(subwords_lib.spelled(self.words[index]))
+            else:
+                yield f" {self.words[index]}"
+
+    def translator(self, words: Sequence[str]) -> Callable[[np.ndarray], np.ndarray]:
+        """index_T -> the ids of words[index_T[0]], words[index_T[1]], ...
+
+        A word has one id, or, in a vocabulary of subwords, one or more.
+
+        Raises:
+            ValueError: if a word is unknown and the vocabulary has no `<unk>`.
+        """
+        if not self.subwords:
+            return self.renumbering(words).__getitem__
+        parts = subwords_lib.encode(self.words, words)
+        for place, word in enumerate(words):
+            if word == EOS:
+                parts[place] = [self.eos]
+        return subwords_lib.expander(parts)
 
     def renumbering(self, words: Sequence[str]) -> np.ndarray:
         """The id of each of some words, which may spell the special words our way."""
@@ -204,6 +246,16 @@ def most_frequent(numbering: Numbering, size: int, lowercase: bool) -> Vocab:
     ranked = (words[index] for index in order)
     frequent = [word for word in ranked if word not in (EOS, UNK)][: size - 2]
     return Vocab((UNK, EOS, *frequent), lowercase)
+
+
+def pieces(numbering: Numbering, size: int, lowercase: bool) -> Vocab:
+    """`<eos>` and the pieces of words that were learned, `size` in all.
+
+    Raises:
+        ValueError: if there is no room for the bytes that pieces are made of.
+    """
+    counts = dict(zip(numbering.lookup, numbering.counts.tolist(), strict=True))
+    return Vocab(subwords_lib.learn(counts, size, EOS), lowercase, subwords=True)
 
 
 def numbered(

@@ -190,6 +190,7 @@ def report(
     if rows:
         print(frontier_report.write_table(workdir, rows, named))
         frontier_plot.draw(rows).save(workdir / "frontier.png")
+        frontier_plot.cover(rows).save(workdir / "frontier-cover.png")
     else:
         print("no run is finished yet.")
     if named:

@@ -173,7 +173,7 @@ class Variants:
         # The last update has the rate 0, as in docs/results/lm1b.md.
         optim.warmup_steps, optim.decay_steps = int(_WARMUP * steps), max(1, steps - 1)
         train.steps, train.epochs, train.stop_patience = steps, None, None
-        train.equal_softmax = train.series = False
+        train.equal_softmax = train.same_width_softmax = train.series = False
         train.eval_every = math.ceil(steps / _VALIDATIONS)
         train.log_every = min(train.log_every, math.ceil(steps / _WINDOWS))
         train.checkpoint_every = steps

@@ -16,6 +16,12 @@ from softbottle.experiments import frontier_report
 from softbottle.experiments.frontier_arms import SOFTMAX
 
 _NAMED = 8  # more points than these are numbered
+# Titles of the panels; the field of a row and the unit that it is drawn in.
+_COSTS = {
+    "seconds of training": ("seconds", 1.0),
+    "parameters, millions": ("parameters", 1e-6),
+    "peak memory, GiB": ("peak_bytes", 2.0**-30),
+}
 # Of a label's place about its point: first to the upper right, off the frontier's line.
 _ANGLES = math.pi * (0.25 + np.arange(16) / 8)
 
@@ -31,14 +37,6 @@ def draw(rows: Sequence[dict[str, Any]]) -> drawing.Figure:
         point.arm: str(number) if numbered else point.arm
         for number, point in enumerate(found, 1)
     }
-    costs = {
-        "seconds of training": ("seconds", 1.0),
-        "parameters, millions": ("parameters", 1e-6),
-        "peak memory, GiB": ("peak_bytes", 2.0**-30),
-    }
-    for axes, (title, (field, unit)) in zip(panels.flat, costs.items(), strict=False):
-        axes.set(xlabel=title, ylabel="test perplexity", title=f"By {title}")
-        _scatter(axes, found, field, unit)
     _frequencies(panels[1, 1], found, labels)
     if numbered:
         figure.legend(
@@ -47,11 +45,31 @@ def draw(rows: Sequence[dict[str, Any]]) -> drawing.Figure:
             ncols=6,
             fontsize=9,
         )
+    _draw_costs(figure, panels.flat[:3], found, labels)
+    return figure
+
+
+def cover(rows: Sequence[dict[str, Any]]) -> drawing.Figure:
+    """Perplexity by seconds and by parameters alone, every point with its arm."""
+    found = frontier_report.points(rows)
+    figure = drawing.Figure(figsize=(9, 3.6))
+    matplotlib.backends.backend_agg.FigureCanvasAgg(figure)
+    panels = figure.subplots(1, 2, sharey=True)
+    _draw_costs(figure, panels, found, {point.arm: point.arm for point in found})
+    return figure
+
+
+def _draw_costs(figure, panels, found, labels):
+    """The points in a panel for each cost."""
+    costs = dict(zip(panels, _COSTS.items(), strict=False))
+    for axes, (title, (field, unit)) in costs.items():
+        axes.set(xlabel=title, ylabel="test perplexity", title=f"By {title}")
+        axes.label_outer()
+        _scatter(axes, found, field, unit)
     # Sizes of texts are known only once everything else has its place.
     figure.draw_without_rendering()
-    for axes, (field, unit) in zip(panels.flat, costs.values(), strict=False):
+    for axes, (_, (field, unit)) in costs.items():
         _label(axes, _located(found, field, unit), labels)
-    return figure
 
 
 def _scatter(axes, found, field, unit):

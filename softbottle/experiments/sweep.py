@@ -9,14 +9,18 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
+import matplotlib.axes
 import matplotlib.figure
 import numpy as np
 
 from softbottle import config as config_lib
 from softbottle import model
-from softbottle.experiments import trial
+from softbottle.data import synthetic
+from softbottle.experiments import trial, truth
 
 EQUAL = "softmax, as many parameters as mos"
+_COLORS = dict(zip(("mos", "softmax", EQUAL), truth.COLORS, strict=True))
+_COLORS |= {"moc": "#E69F00", "sigsoftmax": "#009E73", "moss": "#CC79A7"}
 
 
 def run(
@@ -25,16 +29,29 @@ def run(
     heads: Sequence[str],
     widths: Sequence[int],
     seeds: Sequence[int],
+    beside: pathlib.Path | str | None = None,
 ) -> list[dict[str, Any]]:
     """Train every head at every width with every seed.
 
     A seed changes the language as well as the model. Beside each mixture of softmaxes
     a softmax with as many parameters is trained.
 
+    Args:
+        config: on a synthetic language.
+        workdir: where each run has a folder, and `sweep.json` and `sweep.png` go.
+        heads: by name.
+        widths: of the contexts.
+        seeds: from 0 on.
+        beside: the sweep.json of another language, for a panel of its own.
+
     Returns:
         A row for each head and width with the mean and deviation of `kl` over the
         seeds, also in `workdir/sweep.json`; the table is printed, the picture drawn.
+
+    Raises:
+        ValueError: if `beside` is no such file.
     """
+    others = _read(pathlib.Path(beside)) if beside else []
     workdir = pathlib.Path(workdir)
     summaries: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for head in heads:
@@ -43,15 +60,20 @@ def run(
                 variant = model.with_head(config, head, width)
                 variant.seed = variant.data.synthetic.seed = seed
                 variant.train.equal_softmax = head == "mos"
+                variant.train.same_width_softmax = False
                 summary = train(variant, workdir / f"{head}-{width}-{seed}")
                 summaries.setdefault((head, width), []).append(summary)
                 if "equal_softmax" in summary:
                     other = summary["equal_softmax"]
                     summaries.setdefault((EQUAL, width), []).append(other)
-    rows = [_row(head, width, runs) for (head, width), runs in summaries.items()]
+    language = synthetic.describe(config.data.synthetic)
+    rows = [
+        {"language": language, **_row(head, width, runs)}
+        for (head, width), runs in summaries.items()
+    ]
     (workdir / "sweep.json").write_text(json.dumps(rows, indent=2))
     print(table(rows))
-    draw(rows).savefig(workdir / "sweep.png", dpi=150)
+    draw(rows + others).savefig(workdir / "sweep.png", dpi=150)
     return rows
 
 
@@ -82,47 +104,69 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def draw(rows: list[dict[str, Any]]) -> matplotlib.figure.Figure:
-    """Divergence from the truth, and rank, against the width."""
-    figure = matplotlib.figure.Figure(figsize=(10, 4.6), layout="constrained")
-    divergence, ranks = figure.subplots(1, 2)
+    """Divergence from the truth against the width, with a panel for each language."""
+    languages = list(dict.fromkeys(row["language"] for row in rows))
+    figure = matplotlib.figure.Figure(
+        figsize=(5 * len(languages), 4), layout="constrained"
+    )
+    panels = figure.subplots(1, len(languages), squeeze=False)[0]
+    for axes, language in zip(panels, languages, strict=True):
+        _draw_language(axes, [row for row in rows if row["language"] == language])
+        axes.set_title(language)
+    panels[0].set_ylabel("KL to the true distribution (nats)")
+    return figure
+
+
+def _draw_language(axes: matplotlib.axes.Axes, rows: list[dict[str, Any]]) -> None:
+    ends: dict[str, float] = {}
     for head in dict.fromkeys(row["head"] for row in rows):
         points = [row for row in rows if row["head"] == head]
-        style = "--" if head == EQUAL else "-"
-        widths = [row["width"] for row in points]
-        divergence.errorbar(
-            widths,
+        axes.errorbar(
+            [row["width"] for row in points],
             [row["kl"] for row in points],
             [row["kl_deviation"] for row in points],
-            label=head,
-            linestyle=style,
+            color=_COLORS.get(head, "black"),
+            linestyle="--" if head == EQUAL else "-",
             marker="o",
             capsize=3,
         )
-        ranks.plot(
-            widths, [row["rank"] for row in points], style, marker="o", label=head
-        )
+        ends[head] = points[-1]["kl"]
     widths = sorted({row["width"] for row in rows})
-    bound = [width + 2 for width in widths]
-    ranks.plot(widths, bound, ":", color="black", label="softmax bound, d + 2")
-    divergence.set(
-        xlabel="width d of the context",
-        ylabel="KL to the true distribution (nats)",
-        title="What a head cannot express",
-        yscale="log",
-    )
-    ranks.set(
-        xlabel="width d of the context",
-        ylabel="numerical rank of log P",
-        title="Rank",
-    )
-    for axes in (divergence, ranks):
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(widths, [str(width) for width in widths])
-    # The right-hand panel has every line of the left one, and the bound.
-    figure.legend(
-        *ranks.get_legend_handles_labels(), loc="outside lower center", ncols=5
-    )
-    return figure
+    axes.set_yscale("log")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(widths, [str(width) for width in widths])
+    axes.set_xlabel("width d of the context")
+    axes.spines[["top", "right"]].set_visible(False)
+    places = _apart(axes, ends)
+    for head, place in places.items():
+        axes.annotate(
+            head.replace(", as", ",\nas").replace(" as mos", "\nas mos"),
+            (1.02, place),
+            xycoords="axes fraction",
+            va="center",
+            fontsize=9,
+            color=_COLORS.get(head, "black"),
+        )
+
+
+def _apart(axes, ends):
+    """Heights of labels at the lines' ends, as shares of the axes, none too close."""
+    low, high = np.log(axes.get_ylim())
+    gaps = {head: 0.14 if head == EQUAL else 0.07 for head in ends}
+    places, below, needed = {}, -np.inf, 0.0
+    for head in sorted(ends, key=lambda name: ends[name]):
+        own = (np.log(ends[head]) - low) / (high - low)
+        places[head] = max(own, below + (needed + gaps[head]) / 2)
+        below, needed = places[head], gaps[head]
+    return places
+
+
+def _read(path):
+    """The rows of another sweep."""
+    rows = json.loads(path.read_text())
+    if not (isinstance(rows, list) and all("language" in row for row in rows)):
+        raise ValueError(f"{path} is no sweep.json: its rows name no language.")
+    return rows
 
 
 def _row(head, width, runs):

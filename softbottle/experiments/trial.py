@@ -1,9 +1,10 @@
-"""A run and what is shown at its end: curves, the truth where it is known, a rival.
+"""A run and what is shown at its end: curves, the truth where it is known, rivals.
 
 The training loop imports none of this; it is handed to the loop as `at_end`.
 """
 
 import pathlib
+import shlex
 import warnings
 from typing import Any
 
@@ -15,36 +16,63 @@ from softbottle.analysis import curves
 from softbottle.experiments import ambiguity, truth
 from softbottle.training import loop, metrics
 
+# A rival's folder in that of the run, entry of its summary and setting of `train`; and
+# what it is called.
+RIVALS = {
+    "same_width_softmax": "softmax, same width",
+    "equal_softmax": "softmax, as many parameters",
+}
+
 
 def run(config: config_lib.Config, workdir: pathlib.Path | str) -> dict[str, Any]:
     """Train a model, or resume training it, measure it, and print a table.
 
     Arguments, returned value and errors are those of `loop.run`. A synthetic corpus
-    adds the divergence from its truth, templates add the accuracy on their answers,
-    and `train.equal_softmax` the same of a softmax with as many parameters, which is
-    trained in `workdir/equal_softmax`.
+    adds the divergence from its truth, templates add the accuracy on their answers, and
+    `train.same_width_softmax` and `train.equal_softmax` the same of softmaxes, which
+    are trained in folders of these names in `workdir`.
     """
     summary = loop.run(config, workdir, at_end=_measure)
     if summary and jax.process_index() == 0:
+        rivals = [name for name in RIVALS if name in summary]
         rows = {config.head.name: summary}
-        if summary.get("equal_softmax"):
-            rows["softmax, as many parameters"] = summary["equal_softmax"]
+        rows |= {RIVALS[name]: summary[name] for name in rivals}
         print(truth.table(rows))
         if config.data.name == "templates":
             print(ambiguity.table(summary))
+        if "same_width_softmax" in rivals and config.data.name == "synthetic":
+            print(f"\n{truth.reading(rows)}\n{_next(pathlib.Path(workdir), rivals)}")
     return summary
 
 
 def _measure(ended: loop.Ended) -> dict[str, Any] | None:
-    """What is added to a run's summary; None if its rival was asked to stop."""
+    """What is added to a run's summary; None if a rival was asked to stop."""
     measured = _inspect(ended) if jax.process_index() == 0 else {}
-    config = ended.run.config
-    if not config.train.equal_softmax:
-        return measured
-    vocab, parameters = len(ended.corpus.vocab), ended.summary["parameters"]
-    rival = model_lib.equal_softmax(config, vocab, parameters)
-    beside = loop.run(rival, ended.workdir / "equal_softmax", at_end=_measure)
-    return measured | {"equal_softmax": beside} if beside else None
+    workdirs = {ended.run.config.head.name: ended.workdir}
+    for name, rival in _rivals(ended).items():
+        workdirs[RIVALS[name]] = ended.workdir / name
+        beside = loop.run(rival, ended.workdir / name, at_end=_measure)
+        if not beside:
+            return None
+        measured[name] = beside
+    known = ended.run.config.data.name == "synthetic"
+    if known and len(workdirs) > 1 and jax.process_index() == 0:
+        _compare(ended, measured, workdirs)
+    return measured
+
+
+def _rivals(ended):
+    """The settings of the softmaxes that are trained beside a run, by RIVALS."""
+    config, rivals = ended.run.config, {}
+    if config.train.same_width_softmax:
+        width = config_lib.context_dim(config)
+        rivals["same_width_softmax"] = model_lib.with_head(config, "softmax", width)
+    if config.train.equal_softmax:
+        vocab, parameters = len(ended.corpus.vocab), ended.summary["parameters"]
+        rivals["equal_softmax"] = model_lib.equal_softmax(config, vocab, parameters)
+    for rival in rivals.values():
+        rival.train.equal_softmax = rival.train.same_width_softmax = False
+    return rivals
 
 
 def _inspect(ended):
@@ -62,3 +90,26 @@ def _inspect(ended):
     if config.data.name == "templates":
         return ambiguity.summarize(ended.run, ended.corpus)
     return {}
+
+
+def _compare(ended, measured, workdirs):
+    """Draw a run and its rivals side by side."""
+    summaries = [ended.summary | measured]
+    summaries += [measured[name] for name in RIVALS if name in measured]
+    rows = dict(zip(workdirs, summaries, strict=True))
+    lines = {name: metrics.read(folder) for name, folder in workdirs.items()}
+    figure = truth.compare(ended.run.config.data.synthetic, rows, lines)
+    figure.save(ended.workdir / "comparison.png")
+
+
+def _next(workdir, rivals):
+    """Where the figures are, and what to try next."""
+    command = ["softbottle", "analyze", "--workdir", str(workdir)]
+    command += ["--workdir", str(workdir / rivals[0])]
+    command += ["--out", str(workdir / "report")]
+    return (
+        f"Figures: {workdir / 'comparison.png'} (these runs), "
+        f"{workdir / 'quickstart.png'} (the spectrum of log P).\n"
+        f"Next, look into both models (writes {workdir / 'report/report.html'}):\n"
+        f"    {shlex.join(command)}"
+    )

@@ -15,6 +15,9 @@ from softbottle.training import evaluate, metrics
 from softbottle.training.state import Run
 
 POSITIONS = 8192  # of the test text, at which distributions are compared
+# Of a run, a softmax of its width and one of its size: Okabe and Ito's blue, vermilion
+# and grey, which color-blind readers tell apart.
+COLORS = ("#0072B2", "#D55E00", "#777777")
 
 
 def summarize(run: Run, corpus: Corpus, workdir: pathlib.Path) -> dict[str, Any]:
@@ -30,13 +33,16 @@ def summarize(run: Run, corpus: Corpus, workdir: pathlib.Path) -> dict[str, Any]
         run.model, run.params, corpus.test, POSITIONS, run.config.data.eval_length
     )
     true_T = truth.log_p_VV[corpus.test[:-1], corpus.test[1:]]
-    learned = rank.spectrum(log_q_TV, np.float32)
-    true = rank.spectrum(truth.log_p_VV[previous_T], np.float64)
+    learned = rank.streamed([log_q_TV])
+    # Equal rows as one, times the root of their number: the same singular values.
+    words_U, counts_U = np.unique(previous_T, return_counts=True)
+    log_p_UV = np.sqrt(counts_U)[:, None] * truth.log_p_VV[words_U]
+    true = rank.spectrum(log_p_UV, np.float64)
     width = config_lib.context_dim(run.config)
     summary = {
         "true_perplexity": math.exp(-true_T.mean()),
         "kl": synthetic.divergence(truth, previous_T, log_q_TV),
-        "rank": learned.rank,
+        "rank": learned.ranks["float32"],
         "softmax_rank_bound": rank.softmax_bound(width),
         "true_rank": true.rank,
     }
@@ -72,6 +78,64 @@ def table(summaries: dict[str, dict[str, Any]]) -> str:
         for row in rows
     ]
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+
+
+def reading(summaries: dict[str, dict[str, Any]]) -> str:
+    """What a table of runs says, the first of them beside the others, in sentences."""
+    (name, first), *others = summaries.items()
+    bound, rank = first["softmax_rank_bound"], first["true_rank"]
+    sentences = [
+        "KL is the distance to the language's true distribution, in nats; 0 is "
+        f"perfect. {name} is at {first['kl']:.2f} with d = {first['context_dim']}."
+    ]
+    for other, summary in others:
+        ratio = summary["kl"] / first["kl"]
+        beside = f"{ratio:.1f} times as far" if ratio >= 1 else "closer"
+        sentences.append(
+            f"{other} (d = {summary['context_dim']}): {summary['kl']:.2f}, {beside}."
+        )
+    sentences.append(
+        f"A softmax of d = {first['context_dim']} gives log P a rank of {bound} at "
+        f"most; {name} reached {first['rank']}, and the truth has {rank}."
+    )
+    return "\n".join(sentences)
+
+
+def compare(
+    config: config_lib.Synthetic,
+    summaries: dict[str, dict[str, Any]],
+    lines: dict[str, list[dict[str, Any]]],
+) -> drawing.Figure:
+    """Runs on one language side by side: their losses, and how far they end from it.
+
+    Args:
+        config: of the language.
+        summaries: by name, a run's summary.
+        lines: by name, a run's metrics.
+    """
+    figure = drawing.Figure(figsize=(10, 4), layout="constrained")
+    loss, bars = figure.subplots(1, 2)
+    for color, (name, run) in zip(COLORS, lines.items(), strict=False):
+        reported = [line for line in run if "loss" in line]
+        steps, losses = ([line[key] for line in reported] for key in ("step", "loss"))
+        loss.plot(steps, losses, color=color, label=name)
+    entropy = synthetic.language(config).entropy
+    loss.axhline(entropy, color="black", linestyle="--", label="the language's entropy")
+    loss.set(xlabel="step", ylabel="training loss (nats per word)")
+    loss.set_title(synthetic.describe(config))
+    loss.legend(frameon=False)
+    names = [
+        f"{name}\nd = {summary['context_dim']}, {summary['parameters']:,} parameters"
+        for name, summary in summaries.items()
+    ]
+    kls = [summary["kl"] for summary in summaries.values()]
+    drawn = bars.barh(names, kls, color=COLORS[: len(names)], height=0.6)
+    bars.bar_label(drawn, fmt="%.3f", padding=4)
+    bars.margins(x=0.15)
+    bars.invert_yaxis()
+    bars.set(xlabel="nats", title="Distance to the truth (KL)")
+    bars.spines[["top", "right"]].set_visible(False)
+    return figure
 
 
 def _draw(lines, entropy, learned, true, summary):

@@ -12,15 +12,13 @@ input, may be split over devices and is where the memory goes.
 
 import abc
 import dataclasses
-import functools
-import inspect
-from collections.abc import Callable, Sequence
-from typing import ClassVar, ParamSpec, TypeVar
+from collections.abc import Sequence
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
+from softbottle.heads import checks
 from softbottle.heads.predictions import OfMixture, Predictions, States
 from softbottle.ops.mixture import likelihood
 from softbottle.ops.mixture.activations import SOFTMAX, Activation
@@ -33,8 +31,6 @@ from softbottle.ops.mixture.arrays import (
 from softbottle.ops.mixture.options import DEFAULTS, Options, check_range
 
 Params = dict[str, jax.Array]
-P = ParamSpec("P")
-H = TypeVar("H")
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -75,6 +71,12 @@ class Head(abc.ABC):
             if name not in usual or value != usual[name]
         )
         return f"{self.name}({', '.join(settings)})"
+
+    def _check_positive(self, *names: str) -> None:
+        """Make these settings ints, or raise ValueError unless all are above 0."""
+        for name in names:
+            value = checks.positive_integer(name, getattr(self, name))
+            object.__setattr__(self, name, value)
 
     @classmethod
     def settings(cls) -> list[str]:
@@ -194,6 +196,8 @@ class Head(abc.ABC):
         labels_T: jax.Array,
         weights_T: jax.Array | None = None,
         *,
+        reduction: str = "sum",
+        ignore_label: int | None = None,
         latent_mask: jax.Array | None = None,
         key: jax.Array | None = None,
         options: Options = DEFAULTS,
@@ -211,20 +215,23 @@ class Head(abc.ABC):
             hidden_TD: the states, rows and positions flattened to tokens.
             labels_T: the words that follow, integers of any kind.
             weights_T: of the tokens; 0 is padding. None is 1 for all.
+            reduction: "sum"; "mean", over the weights, and 0 where all of them are; or
+                "none" for weight[t] nll[t] of each token.
+            ignore_label: a label, for example -100, whose tokens have weight 0.
             latent_mask: factors of the contexts, broadcast to [T, K, E]; None for none.
             key: of jax.random, for a head that `draws`; others do not read it.
             options: how it is computed, for example
                 Options(compute_dtype=jnp.bfloat16).
 
         Returns:
-            The weighted sum, float32 or better; divide by the sum of the weights for a
-            mean.
+            The weighted sum, mean or terms, float32 or better.
 
         Raises:
             ValueError: if shapes do not go together, an array is float16, the labels
-                are not integers, or an option is refused.
+                are not integers, there is no such reduction, or an option is refused.
         """
-        _check_states(params, hidden_TD)
+        checks.states(params, hidden_TD)
+        checks.reduction(reduction)
         if weights_T is None:
             weights_T = jnp.ones(len(hidden_TD))
         if weights_T.shape != hidden_TD.shape[:1]:
@@ -232,12 +239,22 @@ class Head(abc.ABC):
                 f"weights_T must have a weight for each of the {hidden_TD.shape[0]} "
                 f"tokens of hidden_TD {hidden_TD.shape}, got {weights_T.shape}."
             )
+        if ignore_label is not None:
+            weights_T = weights_T * (labels_T != ignore_label).astype(weights_T.dtype)
         # A padding token's state may be anything; masked here, it cannot reach the
         # head's own parameters either.
         hidden_TD = without_padding(weights_T, hidden_TD)
         output = (params, table_VE, bias_V)
         predictions = self._predict(output, hidden_TD, latent_mask, options, key)
-        return predictions.loss(Targets(labels_T, weights_T))
+        if reduction == "none":
+            # A label of no weight may be no word.
+            labels_T = without_padding(weights_T, labels_T)
+            return weights_T * likelihood.nll(*predictions.scores(labels_T))
+        total = predictions.loss(Targets(labels_T, weights_T))
+        if reduction == "sum":
+            return total
+        count = jnp.sum(weights_T).astype(total.dtype)
+        return jnp.where(count == 0, 0.0, total / jnp.where(count == 0, 1.0, count))
 
     def nll(
         self,
@@ -247,6 +264,7 @@ class Head(abc.ABC):
         hidden_TD: jax.Array,
         labels_T: jax.Array,
         *,
+        ignore_label: int | None = None,
         latent_mask: jax.Array | None = None,
         options: Options = DEFAULTS,
     ) -> jax.Array:
@@ -258,6 +276,8 @@ class Head(abc.ABC):
             bias_V: a logit for each word; None is zero.
             hidden_TD: the states, rows and positions flattened to tokens.
             labels_T: the words that follow; one that is no word gives NaN.
+            ignore_label: a label, for example -100, whose tokens have 0 and no
+                gradient; their states may hold anything.
             latent_mask: factors of the contexts, broadcast to [T, K, E]; None for none.
             options: how it is computed.
 
@@ -267,9 +287,59 @@ class Head(abc.ABC):
         Raises:
             ValueError: as `loss`.
         """
+        checks.states(params, hidden_TD)
+        if ignore_label is not None:
+            kept_T = (labels_T != ignore_label).astype(jnp.int32)
+            hidden_TD, labels_T = without_padding(kept_T, (hidden_TD, labels_T))
         output = (params, table_VE, bias_V)
         predictions = self._predict(output, hidden_TD, latent_mask, options)
-        return likelihood.nll(*predictions.scores(labels_T))
+        nll_T = likelihood.nll(*predictions.scores(labels_T))
+        return nll_T if ignore_label is None else without_padding(kept_T, nll_T)
+
+    def log_probs_of(
+        self,
+        params: Params,
+        table_VE: jax.Array,
+        bias_V: jax.Array | None,
+        hidden_TD: jax.Array,
+        words_TM: jax.Array,
+        *,
+        latent_mask: jax.Array | None = None,
+        options: Options = DEFAULTS,
+    ) -> jax.Array:
+        """Log P of M given words of each token; takes any cotangent.
+
+        The normalizers are computed once. For re-ranking, contrastive losses and the
+        like; `nll` is the same of one word.
+
+        Args:
+            params: of `init`.
+            table_VE: a row for each word.
+            bias_V: a logit for each word; None is zero.
+            hidden_TD: the states, rows and positions flattened to tokens.
+            words_TM: integers of any kind; one that is no word gives NaN.
+            latent_mask: factors of the contexts, broadcast to [T, K, E]; None for none.
+            options: how it is computed.
+
+        Returns:
+            log_p_TM, float32 or better.
+
+        Raises:
+            ValueError: as `loss`; if `words_TM` has no words for each token.
+        """
+        checks.states(params, hidden_TD)
+        if words_TM.ndim != 2 or len(words_TM) != len(hidden_TD):
+            raise ValueError(
+                f"words_TM must be [tokens, words] with the {len(hidden_TD)} tokens of "
+                f"hidden_TD {hidden_TD.shape}, got {words_TM.shape}."
+            )
+        output = (params, table_VE, bias_V)
+        predictions = self._predict(output, hidden_TD, latent_mask, options)
+
+        def one(words_T):
+            return -likelihood.nll(*predictions.scores(words_T))
+
+        return jax.vmap(one, in_axes=1, out_axes=1)(words_TM)
 
     def scores(
         self,
@@ -423,44 +493,13 @@ class Head(abc.ABC):
 
     def _predict(self, output, hidden_TD, latent_mask, options, key=None):
         params, table_VE, bias_V = output
-        _check_states(params, hidden_TD)
+        checks.states(params, hidden_TD)
         check_range(params=params, hidden_TD=hidden_TD)
+        checks.mesh(params=params, table_VE=table_VE, hidden_TD=hidden_TD)
         states = States(hidden_TD, latent_mask, key)
         return self.predictions(
             params, Vocabulary.of(table_VE, bias_V), states, options
         )
-
-
-def _check_states(params, hidden_TD):
-    if hidden_TD.ndim != 2:
-        raise ValueError(
-            f"hidden_TD must be [tokens, width], got the shape {hidden_TD.shape}; "
-            "flatten rows and positions first, with hidden.reshape(-1, width)."
-        )
-    width = hidden_TD.shape[1]
-    for name, array in params.items():
-        if name.rpartition("_")[2].startswith("D") and len(array) != width:
-            raise ValueError(
-                f"hidden_TD is {width} wide, but the head's parameters are of states "
-                f"{len(array)} wide: {name} has the shape {array.shape}."
-            )
-
-
-def factory(make: Callable[P, H]) -> Callable[P, H]:
-    """A function that makes a head, whose errors about arguments list those it has."""
-    signature = inspect.signature(make)
-    call = signature.replace(return_annotation=signature.empty)
-
-    @functools.wraps(make)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> H:
-        try:
-            signature.bind_partial(*args, **kwargs)  # an unknown name before a missing
-            signature.bind(*args, **kwargs)
-        except TypeError as error:
-            raise TypeError(f"{make.__name__}{call}: {error}.") from None
-        return make(*args, **kwargs)
-
-    return checked
 
 
 def single(hidden_TD: jax.Array, latent_mask: jax.Array | None) -> Mixture:
@@ -482,22 +521,3 @@ def uniform(key: jax.Array, shape: tuple[int, ...], fan_in: float) -> jax.Array:
     """Uniform in plus or minus 1/sqrt(fan_in), as PyTorch's Linear starts."""
     bound = fan_in**-0.5
     return jax.random.uniform(key, shape, minval=-bound, maxval=bound)
-
-
-def check_classes(classes: int, words: int) -> None:
-    """Raise ValueError unless every class has a word."""
-    if classes > words:
-        raise ValueError(
-            f"classes={classes} are more than the vocabulary's {words} words."
-        )
-
-
-def positive_integer(name: str, value: int) -> int:
-    """The value as an int.
-
-    Raises:
-        ValueError: unless it is an integer above 0.
-    """
-    if not isinstance(value, int | np.integer) or value < 1:
-        raise ValueError(f"{name} must be an integer >= 1, got {value!r}.")
-    return int(value)

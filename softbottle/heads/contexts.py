@@ -80,9 +80,11 @@ def init(
         context_dim: E, width of the vocabulary table.
     """
     latent_DKE, bias_KE = init_bend(kind, keys, count, hidden_dim, context_dim)
-    params = {"latent_DKE": latent_DKE, "latent_bias_KE": bias_KE}
-    project_DE = init_path(kind, keys[0], hidden_dim, context_dim)
-    return params if project_DE is None else params | {"project_DE": project_DE}
+    return {
+        "latent_DKE": latent_DKE,
+        "latent_bias_KE": bias_KE,
+        **init_path("project_DE", kind, keys[0], hidden_dim, context_dim),
+    }
 
 
 def init_bend(
@@ -103,12 +105,13 @@ def init_bend(
 
 
 def init_path(
-    kind: str, key: jax.Array, hidden_dim: int, context_dim: int
-) -> jax.Array | None:
-    """P, as wide a spread as the state's own; None where there is none."""
+    name: str, kind: str, key: jax.Array, hidden_dim: int, context_dim: int
+) -> Params:
+    """P by its name, with as wide a spread as the state's own; empty without one."""
     if kind == "tanh" or hidden_dim == context_dim:
-        return None
-    return hidden_dim**-0.5 * jax.random.normal(key, (hidden_dim, context_dim))
+        return {}
+    spread = hidden_dim**-0.5
+    return {name: spread * jax.random.normal(key, (hidden_dim, context_dim))}
 
 
 def read(kind: str, hidden_TD: jax.Array) -> jax.Array:

@@ -21,7 +21,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from softbottle.heads import base, contexts
+from softbottle.heads import base, checks, contexts
 from softbottle.heads.base import Mixture, Params
 from softbottle.heads.several import ReadsSeveral
 
@@ -43,9 +43,7 @@ class DirectOutputConnection(ReadsSeveral):
     def __post_init__(self) -> None:
         """Check the settings."""
         super().__post_init__()
-        for name in ("components", "lower"):
-            value = base.positive_integer(name, getattr(self, name))
-            object.__setattr__(self, name, value)
+        self._check_positive("components", "lower")
 
     @property
     def contexts(self) -> int:
@@ -69,17 +67,16 @@ class DirectOutputConnection(ReadsSeveral):
         other = contexts.init_bend(
             self.context, keys[2:], self.lower, below, context_dim
         )
-        params = {
+        return {
             "prior_HK": contexts.init_prior(
                 self.context, prior_key, self.contexts, last
             ),
             **dict(zip(("latent_HME", "latent_bias_ME"), own, strict=True)),
             **dict(zip(("lower_ILE", "lower_bias_LE"), other, strict=True)),
+            **contexts.init_path(
+                "project_HE", self.context, keys[0], last, context_dim
+            ),
         }
-        project_HE = contexts.init_path(self.context, keys[0], last, context_dim)
-        if project_HE is not None:
-            params["project_HE"] = project_HE
-        return params
 
     def mix(
         self, params: Params, hidden_TD: jax.Array, latent_mask: jax.Array | None = None
@@ -107,7 +104,7 @@ class DirectOutputConnection(ReadsSeveral):
         return Mixture(log_prior_TK, base.masked(context_TKE, latent_mask))
 
 
-@base.factory
+@checks.factory
 def doc(
     components: int, lower: int, context: str = contexts.DEFAULT
 ) -> DirectOutputConnection:

@@ -10,7 +10,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from softbottle.heads import base
+from softbottle.heads import base, checks
 from softbottle.heads.base import Mixture, Params
 
 
@@ -28,7 +28,7 @@ class LowRank(base.Head):
 
     def __post_init__(self) -> None:
         """Check the settings."""
-        object.__setattr__(self, "rank", base.positive_integer("rank", self.rank))
+        self._check_positive("rank")
 
     @property
     def projects(self) -> bool:
@@ -57,7 +57,7 @@ class LowRank(base.Head):
         return base.single(jnp.einsum("td,de->te", hidden_TD, project_DE), latent_mask)
 
 
-@base.factory
+@checks.factory
 def lowrank(rank: int) -> LowRank:
     """A softmax through `rank` dimensions; its table is `rank` wide.
 

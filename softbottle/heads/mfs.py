@@ -25,7 +25,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from softbottle.heads import base, contexts
+from softbottle.heads import base, checks, contexts
 from softbottle.heads.base import Mixture, Params
 from softbottle.heads.several import ReadsSeveral
 
@@ -52,9 +52,7 @@ class MultiFacet(ReadsSeveral):
     def __post_init__(self) -> None:
         """Check the settings."""
         super().__post_init__()
-        for name in ("components", "classes", "layers", "positions"):
-            value = base.positive_integer(name, getattr(self, name))
-            object.__setattr__(self, name, value)
+        self._check_positive("components", "classes", "layers", "positions")
 
     @property
     def contexts(self) -> int:
@@ -68,7 +66,7 @@ class MultiFacet(ReadsSeveral):
 
     def check_words(self, words: int) -> None:
         """Raise ValueError unless every class has a word."""
-        base.check_classes(self.classes, words)
+        checks.classes(self.classes, words)
 
     def init_states(
         self, key: jax.Array, hidden_dims: Sequence[int], context_dim: int
@@ -80,7 +78,7 @@ class MultiFacet(ReadsSeveral):
         latent_QCE, bias_CE = contexts.init_bend(
             self.context, keys, self.contexts, width, context_dim
         )
-        params = {
+        return {
             "inner_DF": base.uniform(inner_key, (total, last), total),
             "inner_bias_F": jnp.zeros(last),
             "prior_QK": contexts.init_prior(
@@ -88,11 +86,10 @@ class MultiFacet(ReadsSeveral):
             ),
             "latent_QCE": latent_QCE,
             "latent_bias_CE": bias_CE,
+            **contexts.init_path(
+                "project_HE", self.context, path_key, last, context_dim
+            ),
         }
-        project_HE = contexts.init_path(self.context, path_key, last, context_dim)
-        if project_HE is not None:
-            params["project_HE"] = project_HE
-        return params
 
     def mix(
         self, params: Params, hidden_TD: jax.Array, latent_mask: jax.Array | None = None
@@ -122,7 +119,7 @@ class MultiFacet(ReadsSeveral):
         return Mixture(contexts.log_weights(read_TQ, params["prior_QK"]), context_TNKE)
 
 
-@base.factory
+@checks.factory
 def mfs(
     components: int = 3,
     *,

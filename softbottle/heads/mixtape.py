@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from softbottle import ops
-from softbottle.heads import base, contexts
+from softbottle.heads import base, checks, contexts
 from softbottle.heads.base import Mixture, Params
 from softbottle.heads.predictions import States
 from softbottle.ops.mixture import gated, shards
@@ -172,9 +172,7 @@ class Mixtape(contexts.Projecting):
     def __post_init__(self) -> None:
         """Check the settings."""
         super().__post_init__()
-        for name in ("components", "frequent", "gate_dim"):
-            value = base.positive_integer(name, getattr(self, name))
-            object.__setattr__(self, name, value)
+        self._check_positive("components", "frequent", "gate_dim")
         if self.components < 2 or self.components & (self.components - 1):
             raise ValueError(
                 f"components must be 2, 4, 8 or another power of two, got "
@@ -308,7 +306,7 @@ def frequent_rows(count: int, rows: int, options: Options) -> jax.Array:
     return jnp.arange(rows) + shards.first_row(rows, options) < count
 
 
-@base.factory
+@checks.factory
 def mixtape(
     components: int = 4,
     context: str = contexts.DEFAULT,

@@ -11,7 +11,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from softbottle.heads import base, contexts, mos
+from softbottle.heads import base, checks, contexts, mos
 from softbottle.heads.base import Mixture, Params
 
 
@@ -40,7 +40,7 @@ class MixtureOfContexts(mos.Mixed):
         return base.single(jnp.einsum("tk,tke->te", prior_TK, context_TKE), None)
 
 
-@base.factory
+@checks.factory
 def moc(components: int, context: str = contexts.DEFAULT) -> MixtureOfContexts:
     """A softmax of the prior-weighted mean of `components` contexts.
 

@@ -17,7 +17,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from softbottle.heads import base, contexts
+from softbottle.heads import base, checks, contexts
 from softbottle.heads.base import Mixture, Params
 
 
@@ -35,8 +35,7 @@ class Mixed(contexts.Projecting):
     def __post_init__(self) -> None:
         """Check the settings."""
         super().__post_init__()
-        components = base.positive_integer("components", self.components)
-        object.__setattr__(self, "components", components)
+        self._check_positive("components")
 
     @property
     def contexts(self) -> int:
@@ -82,12 +81,12 @@ class MixtureOfSoftmaxes(Mixed):
             if self.draw:
                 raise ValueError("draw is for a mixture some of which is active.")
             return
-        active = base.positive_integer("active", self.active)
-        if active > self.components:
+        self._check_positive("active")
+        if self.active > self.components:
             raise ValueError(
-                f"active must be at most components={self.components}, got {active}."
+                f"active must be at most components={self.components}, got "
+                f"{self.active}."
             )
-        object.__setattr__(self, "active", active)
 
     @property
     def products(self) -> int:
@@ -120,7 +119,7 @@ class MixtureOfSoftmaxes(Mixed):
         return Mixture(log_prior_Tk, context_TkE)
 
 
-@base.factory
+@checks.factory
 def mos(
     components: int,
     context: str = contexts.DEFAULT,
@@ -163,8 +162,7 @@ class PlainOrMixed(base.Head):
         """Check the settings."""
         contexts.check(self.context)
         if self.components is not None:
-            components = base.positive_integer("components", self.components)
-            object.__setattr__(self, "components", components)
+            self._check_positive("components")
         elif self.context != contexts.DEFAULT:
             raise ValueError(
                 f"context={self.context!r} is for a mixture, and components is not set."

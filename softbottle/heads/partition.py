@@ -15,7 +15,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from softbottle.heads import base, contexts
+from softbottle.heads import base, checks, contexts
 from softbottle.heads.base import Mixture, Params
 
 
@@ -36,9 +36,7 @@ class Partition(contexts.Projecting):
     def __post_init__(self) -> None:
         """Check the settings."""
         super().__post_init__()
-        for name in ("classes", "components"):
-            value = base.positive_integer(name, getattr(self, name))
-            object.__setattr__(self, name, value)
+        self._check_positive("classes", "components")
 
     @property
     def contexts(self) -> int:
@@ -47,7 +45,7 @@ class Partition(contexts.Projecting):
 
     def check_words(self, words: int) -> None:
         """Raise ValueError unless every class has a word."""
-        base.check_classes(self.classes, words)
+        checks.classes(self.classes, words)
 
     def init(self, key: jax.Array, hidden_dim: int, context_dim: int) -> Params:
         """The contexts' parameters, and a mixture's `prior_DK`; see `Head.init`."""
@@ -79,7 +77,7 @@ class Partition(contexts.Projecting):
         return self.components
 
 
-@base.factory
+@checks.factory
 def partition(
     classes: int, components: int = 1, context: str = contexts.DEFAULT
 ) -> Partition:

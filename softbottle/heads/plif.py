@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from softbottle.heads import base, contexts
+from softbottle.heads import base, checks, contexts
 from softbottle.heads.mos import PlainOrMixed
 from softbottle.ops.mixture.activations import (
     Activation,
@@ -74,7 +74,7 @@ class PiecewiseLinear(PlainOrMixed):
         return np.array(self.knots)
 
 
-@base.factory
+@checks.factory
 def plif(
     knots: int | Sequence[float],
     span: float = 20.0,

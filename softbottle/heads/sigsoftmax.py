@@ -12,7 +12,7 @@ import dataclasses
 import math
 from typing import ClassVar
 
-from softbottle.heads import base, contexts
+from softbottle.heads import base, checks, contexts
 from softbottle.heads.mos import MixtureOfSoftmaxes, PlainOrMixed
 from softbottle.heads.softmax import Single
 from softbottle.ops.mixture.activations import (
@@ -86,13 +86,13 @@ class GeneralizedSigsoftmax(PlainOrMixed):
         return Activation(generalized, constants, base2=generalized_base2)
 
 
-@base.factory
+@checks.factory
 def sigsoftmax() -> Sigsoftmax:
     """Sigsoftmax: P(v) proportional to exp(z_v) sigmoid(z_v)."""
     return Sigsoftmax()
 
 
-@base.factory
+@checks.factory
 def moss(
     components: int,
     context: str = contexts.DEFAULT,
@@ -104,7 +104,7 @@ def moss(
     return MixtureOfSigsoftmaxes(components, context=context, active=active, draw=draw)
 
 
-@base.factory
+@checks.factory
 def gss(
     center: float,
     slope: float,

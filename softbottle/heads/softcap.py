@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
-from softbottle.heads import base, contexts
+from softbottle.heads import base, checks, contexts
 from softbottle.heads.mos import PlainOrMixed
 from softbottle.ops.mixture.activations import DEAD, LOG2_E, Activation
 
@@ -41,7 +41,7 @@ class Softcap(PlainOrMixed):
         return Activation(_capped, (self.cap,), base2=_capped_base2)
 
 
-@base.factory
+@checks.factory
 def softcap(
     cap: float, components: int | None = None, context: str = contexts.DEFAULT
 ) -> Softcap:

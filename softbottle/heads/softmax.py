@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import jax
 
-from softbottle.heads import base
+from softbottle.heads import base, checks
 from softbottle.heads.base import Mixture, Params
 
 
@@ -39,7 +39,7 @@ class Softmax(Single):
     is_linear: ClassVar[bool] = True
 
 
-@base.factory
+@checks.factory
 def softmax() -> Softmax:
     """An ordinary softmax; it has no parameters beside the model's table and bias."""
     return Softmax()

@@ -25,7 +25,7 @@ import numpy as np
 from softbottle import config as config_lib
 from softbottle import files, model
 from softbottle.data.vocab import Vocab
-from softbottle.training import checkpoint, state
+from softbottle.training import checkpoint, readme, state
 
 PART_BYTES = 15 * 2**20
 
@@ -90,7 +90,7 @@ def read(folder: pathlib.Path | str, workdir: pathlib.Path | str) -> None:
         )
     index = _index(folder)
     config = _config(folder, index)
-    vocab = _vocab(folder, index, config.data.lowercase)
+    vocab = _vocab(folder, index, config.data)
     like = jax.eval_shape(model.make(config, len(vocab)).init, jax.random.key(0))
     params = _params(folder, index, like)
     partial = workdir.with_name(f"{workdir.name}.partial-{uuid.uuid4().hex}")
@@ -99,6 +99,7 @@ def read(folder: pathlib.Path | str, workdir: pathlib.Path | str) -> None:
         best.save(index["step"], params, {"step": index["step"]})
         best.close()
         state.write_run(partial, config, vocab, index.get("text"))
+        readme.write(partial, workdir)
         partial.rename(workdir)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -145,8 +146,8 @@ def _config(folder, index):
         raise ValueError(f"the config in {folder / _INDEX}: {error}") from error
 
 
-def _vocab(folder, index, lowercase):
-    vocab = Vocab.load(_plain(folder / _VOCAB), lowercase)
+def _vocab(folder, index, data):
+    vocab = Vocab.load(_plain(folder / _VOCAB), data.lowercase, data.subwords)
     if vocab.digest != index.get("vocab", vocab.digest):
         raise ValueError(f"{folder / _VOCAB} is damaged: its hash is not the index's.")
     return vocab

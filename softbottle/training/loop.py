@@ -33,6 +33,7 @@ from softbottle.training import (
     metrics,
     optim,
     profiling,
+    readme,
     stopping,
 )
 from softbottle.training import state as state_lib
@@ -155,6 +156,7 @@ def _prepare(config, workdir, held):
     if jax.process_index() == 0:
         text = corpus_lib.digest(corpus)
         state_lib.write_run(workdir, config, corpus.vocab, text)
+        readme.write(workdir, workdir)
     distributed.barrier("the run is written")
     share = {
         "process_index": jax.process_index(),
@@ -226,8 +228,8 @@ def _loop(trainer, state, history):
     train, stream = trainer.config.train, trainer.stream
     step, rows = int(state.step), trainer.config.data.rows
     report = _report(trainer, step, history)
-    if step:
-        report.say(f"resumed from step {step:,}")
+    begun = f"resumed from step {step:,}" if step else "a new run"
+    report.say(f"{trainer.workdir}: {begun}")
     if _continues(train, step, stream.epoch, history) and jax.process_index() == 0:
         # Of an earlier end; a job is finished only if the run that resumes now is.
         (trainer.workdir / "summary.json").unlink(missing_ok=True)
@@ -262,8 +264,10 @@ def _loop(trainer, state, history):
                 report.settle()
                 _save(trainer, state, history, report)
             if leaving:
-                report.say(f"asked to stop: saved at step {step:,}")
                 trainer.latest.wait()
+                report.say(
+                    f"asked to stop: saved at step {step:,}; the same command resumes"
+                )
                 return state, history, False
         report.finish()
         if history.evaluated != step:

@@ -40,7 +40,9 @@ class Writer:
         self, workdir: pathlib.Path, step: int, start: dict[str, Any], logged: int = 0
     ):
         path = workdir / "metrics.jsonl"
-        lines = [line for line in _lines(path) if line["step"] <= step]
+        # At step 0 nothing has come of an earlier start, whose settings may be others.
+        earlier = _lines(path) if step else []
+        lines = [line for line in earlier if line["step"] <= step]
         if not any("start" in line for line in lines):
             lines = [{"step": 0, "start": start}, *lines]
         if logged and not any(line["step"] == logged for line in lines):

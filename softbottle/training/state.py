@@ -55,6 +55,9 @@ def write_run(
 ) -> None:
     """Write what `load_run` needs beside the checkpoints, or check that it matches.
 
+    A folder without a single complete checkpoint has nothing that would be lost: what a
+    start has left there that did not come so far is replaced.
+
     Args:
         workdir: the run's folder.
         config: its settings.
@@ -68,14 +71,25 @@ def write_run(
     workdir.mkdir(parents=True, exist_ok=True)
     digest = dict(text or {}) | {"vocab": vocab.digest}
     path = workdir / "config.json"
-    if path.exists():
+    if path.exists() and _has_steps(workdir):
         # Read as a config, so that a setting younger than the run has its default.
-        stored = config_lib.to_dict(config_lib.from_dict(_json(path)))
-        _check_same(workdir, config, stored)
+        _check_same(workdir, config, config_lib.to_dict(load_config(workdir)))
         _check_corpus(workdir, config, vocab, digest)
     vocab.save(workdir / "vocab.txt")
     files.replace(workdir / "corpus.json", json.dumps(digest, indent=2))
     files.replace(path, json.dumps(config_lib.to_dict(config), indent=2))
+
+
+def load_config(workdir: pathlib.Path) -> config_lib.Config:
+    """The settings of a run, as they were before they were validated.
+
+    Raises:
+        ValueError: if the folder holds no run, or they are damaged.
+    """
+    path = workdir / "config.json"
+    if not path.exists():
+        raise ValueError(f"{workdir} holds no run: there is no config.json in it.")
+    return config_lib.from_dict(_json(path))
 
 
 def load_run(
@@ -94,13 +108,10 @@ def load_run(
         ValueError: if the folder holds no run, or a damaged one.
     """
     workdir = pathlib.Path(workdir)
-    path = workdir / "config.json"
-    if not path.exists():
-        raise ValueError(f"{workdir} holds no run: there is no config.json in it.")
-    config = config_lib.from_dict(_json(path))
+    config = load_config(workdir)
     config.model.compute_dtype = compute_dtype or config.model.compute_dtype
     config = config_lib.validate(config)
-    vocab = _stored_vocab(workdir, config.data.lowercase)
+    vocab = _stored_vocab(workdir, config.data)
     functions = model.make(config, len(vocab), mesh)
     like = jax.eval_shape(functions.init, jax.random.key(0))
     if mesh is not None:
@@ -165,13 +176,13 @@ def check_same_model(run: Run, config: config_lib.Config, vocab: Vocab) -> None:
         )
 
 
-def _stored_vocab(workdir, lowercase):
+def _stored_vocab(workdir, data):
     """The words of a run, checked to be those that it was trained with."""
-    vocab = Vocab.load(workdir / "vocab.txt", lowercase)
+    vocab = Vocab.load(workdir / "vocab.txt", data.lowercase, data.subwords)
     if text_digest(workdir).get("vocab", vocab.digest) != vocab.digest:
         raise ValueError(
             f"{workdir / 'vocab.txt'} is damaged: it is not the vocabulary that the "
-            "run was trained with. Started again, launch/train.py writes it anew."
+            "run was trained with. Started again, its training writes it anew."
         )
     return vocab
 
@@ -184,6 +195,12 @@ def text_digest(workdir: pathlib.Path) -> dict[str, str]:
     """
     path = workdir / "corpus.json"
     return _json(path) if path.exists() else {}
+
+
+def _has_steps(workdir):
+    """Whether there is a complete checkpoint of any kind."""
+    kinds = ("checkpoints", "best", "series")
+    return any(checkpoint.sealed_steps(workdir / kind) for kind in kinds)
 
 
 def _json(path):

@@ -119,7 +119,7 @@ def check_memory(
     """Raise ValueError if parameters, gradient and optimizer alone do not fit.
 
     Found from shapes, before anything is allocated. What a step needs beside them
-    (activations, blocks of logits) is not counted: launch/compile.py tells that.
+    (activations, blocks of logits) is not counted: `softbottle compile` tells.
     """
     if mesh is None:
         like = jax.eval_shape(_builder(config, model, tx))

@@ -1,18 +1,18 @@
 import json
 
-from softbottle.bench import layer
 from tests import commands
 
 
 def test_a_race_from_the_command_line_prints_a_table_and_writes_json(tmp_path):
     flags = ["--suite=head", "--implementations=blocked", "--seconds=0.01"]
+    flags += ["--heads=partition-4"]
     race = commands.start("bench.py", *flags, f"--json={tmp_path / 'out.json'}")
     refused = commands.finish(commands.start("bench.py", "--suite=heads"))
     code, output, errors = commands.finish(race)
     assert code == 0, errors
     result = json.loads((tmp_path / "out.json").read_text())
     names = ["blocked", "blocked, evaluation", "bare products", "softmax"]
-    names += layer.LAYERS
+    names += ["partition-4"]
     assert [row["variant"] for row in result["rows"]] == names
     lines = (tmp_path / "out.jsonl").read_text().splitlines()
     assert [json.loads(line).get("variant") for line in lines[-len(names) :]] == names

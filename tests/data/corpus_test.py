@@ -260,6 +260,49 @@ def test_a_missing_folder_is_refused(settings):
         corpus.load(settings)
 
 
+@pytest.mark.parametrize("size", [4, 1 << 24])
+@pytest.mark.parametrize("parts", [1, 3])
+def test_any_text_is_cut_into_train_valid_and_test(
+    settings, tmp_path, monkeypatch, size, parts
+):
+    monkeypatch.setattr(sources, "CHUNK_BYTES", size)
+    words = [f"{number:03}" for number in range(399)]
+    text = " ".join(words).replace("9 ", "9\n")
+    folder = tmp_path / "books"
+    folder.mkdir()
+    for part in range(parts):
+        share = text.splitlines(keepends=True)[part::parts]
+        (folder / f"{part}.txt").write_text("".join(share))
+    settings.path = str(folder if parts > 1 else folder / "0.txt")
+    made = corpus.load(settings)
+    splits = [made.vocab.decode(ids) for ids in made[:3]]
+    read = [
+        word
+        for file in sorted(folder.iterdir())
+        for line in file.read_text().splitlines()
+        for word in (*line.split(), "<eos>")
+    ]
+    assert sum(splits, []) == read
+    kept = [sum(word != "<eos>" for word in split) for split in splits]
+    assert np.allclose(np.cumsum(kept), [0.9 * 399, 0.95 * 399, 399], atol=1.5)
+
+
+def test_a_text_that_is_too_short_to_be_cut_says_for_what(settings, tmp_path):
+    path = tmp_path / "short.txt"
+    path.write_text("one two")
+    settings.path = str(path)
+    with pytest.raises(ValueError, match="the valid text has no words in .*short.txt"):
+        corpus.load(settings)
+
+
+def test_what_is_not_text_is_named_with_its_line_in_any_part(settings, tmp_path):
+    path = tmp_path / "broken.txt"
+    path.write_bytes(b"word\n" * 99 + b"\xff\n")
+    settings.path = str(path)
+    with pytest.raises(ValueError, match="broken.txt, line 100: byte 0xff"):
+        corpus.load(settings)
+
+
 @pytest.mark.parametrize("raw", [b"", b"\n\n \n"])
 def test_a_split_without_words_is_refused(settings, raw):
     (pathlib.Path(settings.path) / "valid.txt").write_bytes(raw)

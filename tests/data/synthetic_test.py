@@ -39,9 +39,39 @@ def test_the_entropy_is_the_mean_surprise_of_the_next_word(truth):
 
 
 @pytest.mark.parametrize("words", [11, 37])
-def test_the_log_probabilities_have_full_rank(words):
-    log_p_VV = synthetic.language(make_config(words=words)).log_p_VV
+@pytest.mark.parametrize("readings", [None, 2])
+def test_the_log_probabilities_have_full_rank(words, readings):
+    config = make_config(words=words, readings=readings, rank=3, spread=4.0)
+    log_p_VV = synthetic.language(config).log_p_VV
     assert np.linalg.matrix_rank(log_p_VV) == words
+
+
+def test_a_language_of_one_reading_is_a_softmax_of_its_rank():
+    config = make_config(words=37, readings=1, rank=3)
+    assert np.linalg.matrix_rank(synthetic.language(config).log_p_VV) == 3 + 1
+
+
+def test_a_word_is_followed_by_what_any_of_its_readings_asks_for():
+    config = make_config(readings=2, rank=3, spread=4.0)
+    random = np.random.default_rng(config.seed)
+    words, *readings = (random.standard_normal((WORDS, 3)) for _ in range(3))
+    for word, log_p_V in enumerate(synthetic.language(config).log_p_VV):
+        expected_V = np.zeros(WORDS)
+        for reading in readings:
+            weights_V = np.exp(4.0 / np.sqrt(3) * (words @ reading[word]))
+            expected_V += 0.5 * weights_V / weights_V.sum()
+        np.testing.assert_allclose(np.exp(log_p_V), expected_V, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "fields, expected",
+    [
+        ({}, "11 words, random"),
+        ({"readings": 2, "rank": 3}, "11 words with 2 readings of rank 3"),
+    ],
+)
+def test_a_language_is_described_by_what_it_is(fields, expected):
+    assert synthetic.describe(make_config(**fields)) == expected
 
 
 def test_a_wider_spread_makes_the_next_word_surer():

@@ -363,6 +363,7 @@ def test_points_without_memory_and_many_points_are_drawn():
     every = [make_row(arm, loss=4 + 0.01 * n) for n, arm in enumerate(ARMS)]
     for rows in ([make_row("moc-7-tanh", peak_bytes=None)], every):
         assert frontier_plot.draw(rows).png().startswith(b"\x89PNG")
+    assert frontier_plot.cover(every[:6]).png().startswith(b"\x89PNG")
 
 
 def test_an_unknown_arm_is_answered_with_the_arms_there_are(tmp_path):

@@ -1,3 +1,4 @@
+import itertools
 import json
 import shutil
 
@@ -28,6 +29,7 @@ def test_a_sweep_has_a_row_for_every_head_and_width(swept):
         ("softmax", 2),
         ("softmax", 3),
     ]
+    assert {row["language"] for row in rows} == {"11 words, random"}
     for row in rows:
         point = workdir / f"softmax-{row['width']}-0"
         summary = json.loads((point / "summary.json").read_text())
@@ -93,6 +95,32 @@ def test_a_mixture_of_softmaxes_is_drawn_beside_a_softmax_of_its_size(
     assert [(row["head"], row["kl"]) for row in rows] == [
         *(("moc", 1.0), ("mos", 1.0), (sweep.EQUAL, 2.0))
     ]
+
+
+def test_each_language_has_a_panel_with_its_heads_named_in_it(swept):
+    workdir, rows = swept
+    other = [row | {"language": "another", "head": "mos"} for row in rows]
+    panels = sweep.draw(rows + other).axes
+    assert [axes.get_title() for axes in panels] == ["11 words, random", "another"]
+    assert [[text.get_text() for text in axes.texts] for axes in panels] == [
+        ["softmax"],
+        ["mos"],
+    ]
+
+
+def test_labels_of_lines_that_end_together_are_apart(swept):
+    heads = ("mos", "moc", "softmax")
+    rows = [swept[1][0] | {"head": head, "kl": 1.0} for head in heads]
+    (axes,) = sweep.draw([*rows, rows[0] | {"head": "moss", "kl": 9.0}]).axes
+    heights = sorted(text.xy[1] for text in axes.texts)
+    assert all(b - a > 0.06 for a, b in itertools.pairwise(heights))
+
+
+def test_what_is_no_sweep_is_not_drawn_beside_one(tmp_path):
+    path = tmp_path / "sweep.json"
+    path.write_text('[{"head": "mos"}]')
+    with pytest.raises(ValueError, match="sweep.json is no sweep.json"):
+        sweep.run(make_config(), tmp_path, ["moc"], [3], [0], path)
 
 
 def test_a_sweep_asked_to_stop_says_so(monkeypatch, tmp_path):

@@ -1,12 +1,15 @@
 import json
 import os
+import shlex
 import signal
 
 import pytest
 
+from softbottle.analysis import inspection
+from softbottle.analysis.settings import Settings
 from softbottle.experiments import trial
 from softbottle.training import metrics
-from tests import tiny
+from tests import ROOT, tiny
 
 pytestmark = pytest.mark.usefixtures("quick_keys")
 
@@ -33,8 +36,11 @@ def test_a_trial_whose_metrics_were_lost_draws_no_curve_and_says_so(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_stopped_beside_its_rival_says_so_and_goes_on(tmp_path, monkeypatch):
+def test_a_run_stopped_beside_its_rival_says_so_and_goes_on(
+    tmp_path, monkeypatch, capsys
+):
     fields = {"train__steps": 2, "train__equal_softmax": True}
+    fields["train__same_width_softmax"] = True
     add, seen = metrics.Report.add, []
 
     def stop_in_rival(report, step, *arguments):
@@ -48,6 +54,23 @@ def test_a_run_stopped_beside_its_rival_says_so_and_goes_on(tmp_path, monkeypatc
         assert trial.run(tiny.make_config(**fields), tmp_path) == {}
     assert not (tmp_path / "summary.json").exists()
     summary = trial.run(tiny.make_config(**fields), tmp_path)
-    rival = summary["equal_softmax"]
-    assert rival["head"] == "softmax" and rival["steps"] == 2
-    assert rival["parameters"] <= summary["parameters"]
+    for name in trial.RIVALS:
+        rival = summary[name]
+        assert rival["head"] == "softmax" and rival["steps"] == 2
+        assert rival == json.loads((tmp_path / name / "summary.json").read_text())
+    assert summary["equal_softmax"]["parameters"] <= summary["parameters"]
+    assert summary["same_width_softmax"]["context_dim"] == summary["context_dim"]
+    assert (tmp_path / "comparison.png").stat().st_size > 10_000
+    printed = capsys.readouterr().out
+    assert f"Figures: {tmp_path / 'comparison.png'}" in printed
+    _, *words = shlex.split(printed.splitlines()[-1])
+    assert words == [
+        "launch/analyze.py",
+        *("--workdir", str(tmp_path)),
+        *("--workdir", str(tmp_path / "same_width_softmax")),
+        *("--out", str(tmp_path / "report")),
+    ]
+    assert (ROOT / words[0]).exists()
+    runs = [words[2], words[4]]
+    (section,) = inspection.of_runs(runs, ["rank"], "test", 50, Settings())
+    assert "same_width_softmax" in section.reading

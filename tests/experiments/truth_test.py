@@ -91,6 +91,25 @@ def test_the_table_has_a_row_for_each_run_in_columns_of_one_width():
     ]
 
 
+def test_the_reading_tells_who_is_how_far_from_the_truth():
+    near, far = SUMMARY | {"kl": 0.061, "context_dim": 9}, SUMMARY | {"kl": 0.37}
+    text = truth.reading({"mos": SUMMARY, "narrow": far, "wide": near})
+    assert "mos is at 0.12 with d = 8." in text
+    assert "narrow (d = 8): 0.37, 3.0 times as far." in text
+    assert "wide (d = 9): 0.06, closer." in text
+    assert "rank of 10 at most; mos reached 10, and the truth has 64." in text
+
+
+def test_runs_are_drawn_beside_each_other(run):
+    config = run[0].config.data.synthetic
+    summaries = {"mos": SUMMARY, "softmax": SUMMARY | {"kl": 0.5}}
+    lines = {name: [{"step": 1, "loss": 2.0}, {"step": 1}] for name in summaries}
+    loss, bars = truth.compare(config, summaries, lines).axes
+    assert [bar.get_width() for bar in bars.patches] == [0.12345, 0.5]
+    drawn = [line.get_ydata()[0] for line in loss.lines]
+    assert drawn == [2.0, 2.0, synthetic.language(config).entropy]
+
+
 def test_the_table_leaves_out_what_is_not_known():
     known = {name: SUMMARY[name] for name in ("parameters", "test_perplexity")}
     title, _, row = truth.table({"mos": known}).splitlines()

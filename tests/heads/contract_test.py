@@ -240,6 +240,82 @@ def test_samples_follow_the_probabilities(name):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", [*FEW, "mos_active", "partition_mixed", "mixtape"])
+def test_the_log_probabilities_of_given_words_are_those_of_each(name, float64):
+    inputs = oracle.make_inputs(name)
+    rng = np.random.default_rng(5)
+    words_TM = rng.integers(0, VOCAB, (len(inputs.labels_T), 4))
+    cotangent_TM = rng.normal(size=words_TM.shape)
+    head, point = CASES[name].head, oracle.cast(inputs, jnp.float64)
+
+    @jax.jit
+    def run(args, cotangent_TM):
+        options = Options(budget_bytes=ODD_BUDGET)
+        found_TM, pull = jax.vjp(
+            lambda *args: head.log_probs_of(*args, words_TM, options=options), *args
+        )
+        return found_TM, pull(cotangent_TM)
+
+    found_TM, bars = run(point[:4], cotangent_TM)
+    log_p_TV = oracle.log_probs(name, *inputs[:4])
+    oracle.assert_close(
+        found_TM, np.take_along_axis(log_p_TV, words_TM, axis=1), "float64"
+    )
+    each = [
+        oracle.gradients(
+            name, inputs._replace(labels_T=words_TM[:, m]), -cotangent_TM[:, m]
+        )
+        for m in range(words_TM.shape[1])
+    ]
+    exact = jax.tree.map(lambda *leaves: sum(leaves), *each)
+    oracle.assert_close(bars, exact, "float64")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["moss", "mixtape"])
+def test_an_ignored_label_is_padding_and_a_mean_is_over_the_rest(name):
+    point = oracle.cast(oracle.make_inputs(name), jnp.float32)
+    head, (*args, hidden_TD, labels_T, weights_T) = CASES[name].head, point
+    ignored_T = jnp.arange(len(labels_T)) % 4 == 1
+    marked_T = jnp.where(ignored_T, -100, labels_T)
+    broken_TD = jnp.where(ignored_T[:, None], jnp.nan, hidden_TD)
+    kept_T = jnp.where(ignored_T, 0.0, weights_T)
+
+    def loss(hidden_TD, labels_T, weights_T, **keywords):
+        return head.loss(*args, hidden_TD, labels_T, weights_T, **keywords)
+
+    @jax.jit
+    def run():
+        step = jax.value_and_grad(loss)
+        expected = step(hidden_TD, labels_T, kept_T)
+        found = step(broken_TD, marked_T, weights_T, ignore_label=-100)
+        marked = (broken_TD, marked_T, weights_T)
+        mean = loss(*marked, ignore_label=-100, reduction="mean")
+        terms_T = loss(*marked, ignore_label=-100, reduction="none")
+        nll_T = head.nll(*args, broken_TD, marked_T, ignore_label=-100)
+        plain_T = head.nll(*args, hidden_TD, labels_T)
+        return expected, found, mean, terms_T, nll_T, plain_T
+
+    expected, found, mean, terms_T, nll_T, plain_T = run()
+    oracle.assert_close(found, expected, "float32")
+    np.testing.assert_allclose(mean, expected[0] / kept_T.sum(), rtol=1e-5)
+    np.testing.assert_allclose(terms_T, kept_T * plain_T, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(nll_T, jnp.where(ignored_T, 0, plain_T), rtol=1e-4)
+
+
+def test_a_mean_over_nothing_is_0_and_bad_input_is_named():
+    point = oracle.cast(oracle.make_inputs("softmax"), jnp.float32)
+    head, zeros_T = CASES["softmax"].head, jnp.zeros_like(point.weights_T)
+    assert head.loss(*point[:5], zeros_T, reduction="mean") == 0
+    with pytest.raises(ValueError, match=r"reduction must be one of \('sum', 'mean'"):
+        head.loss(*point, reduction="average")
+    with pytest.raises(
+        ValueError, match=r"words_TM must be \[tokens, words\].*\(11,\)"
+    ):
+        head.log_probs_of(*point[:4], point.labels_T)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["moss", "plif_mixed"])
 def test_no_bias_is_a_bias_of_zero(name):
     point = oracle.cast(oracle.make_inputs(name), jnp.float32)

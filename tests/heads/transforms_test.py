@@ -51,6 +51,22 @@ SPLIT = [
 ]
 
 
+@pytest.mark.parametrize("split", ["table_VE", "hidden_TD"])
+def test_an_explicit_mesh_is_refused_with_what_to_do_which_works(split):
+    mesh = jax.make_mesh((2, 4), ("data", "model"))
+    head, inputs = CASES["softmax"].head, make_problem("softmax")
+    inputs = oracle.cast(inputs, jnp.float32)
+    expected = head.loss(*inputs)
+    placed = jax.NamedSharding(mesh, P("model" if split == "table_VE" else "data"))
+    inputs = inputs._replace(**{split: jax.device_put(getattr(inputs, split), placed)})
+    with jax.set_mesh(mesh):
+        message = rf"{split} is split over axes of an Explicit mesh, .*auto_axes\("
+        with pytest.raises(ValueError, match=message):
+            jax.jit(head.loss)(*inputs)
+        wrapped = jax.sharding.auto_axes(head.loss, out_sharding=P())
+        np.testing.assert_allclose(jax.jit(wrapped)(*inputs), expected, rtol=1e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name, what, layout", SPLIT)
 def test_a_split_over_data_and_vocabulary_equals_the_oracle(name, what, layout):

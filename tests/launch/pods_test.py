@@ -26,7 +26,7 @@ by_name = pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
 
 
 def train_flags():
-    tree = ast.parse((ROOT / "launch" / "train.py").read_text())
+    tree = ast.parse((ROOT / "softbottle" / "commands" / "train.py").read_text())
     return {
         call.args[0].value
         for call in ast.walk(tree)

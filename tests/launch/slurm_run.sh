@@ -119,6 +119,7 @@ nodes_idle() { [[ $(sinfo --noheader --partition=low --states=idle --format=%D 2
 export JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=2 PYTHON
 SMALL=(
     --config.train.steps="$STEPS" --config.train.equal_softmax=false
+    --config.train.same_width_softmax=false
     --config.train.eval_every=100 --config.train.checkpoint_every=50
     --config.train.log_every=10 --config.data.rows=8 --config.data.length=16
     --config.data.synthetic.train_tokens=100000
@@ -129,7 +130,7 @@ SMALL=(
 submit() {
     local name=$1
     shift
-    CONFIG=configs/quickstart.py:mos WORKDIR=$root/$name MODEL=2 HEARTBEAT=10 \
+    CONFIG=configs/quickstart.py:mos,random WORKDIR=$root/$name MODEL=2 HEARTBEAT=10 \
         COORDINATOR=127.0.0.1 sbatch --parsable --nodes=2 --gpus-per-node=2 \
         --cpus-per-task=1 --output="$root/$name.log" "$@" \
         launch/pods/slurm.sbatch "${SMALL[@]}" ${EXTRA:+"$EXTRA"}
@@ -279,7 +280,7 @@ mpi() {
     OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 \
         mpirun -n 2 --oversubscribe --bind-to none --mca btl self,vader,tcp \
         --mca btl_tcp_if_include lo --mca oob_tcp_if_include lo \
-        "$PYTHON" launch/train.py --config configs/quickstart.py:mos \
+        "$PYTHON" launch/train.py --config configs/quickstart.py:mos,random \
         --workdir "$root/mpi" --distributed --config.mesh.data=none \
         --config.mesh.model=2 "${SMALL[@]}" >"$root/mpi.log" 2>&1 || fail "mpirun: $?"
     compare mpi

@@ -25,6 +25,7 @@ SIZES = {
     "train.checkpoint_every": 10,
     "train.log_every": 1,
     "train.equal_softmax": False,
+    "train.same_width_softmax": False,
     "data.rows": 8,
     "data.length": 5,
     "data.eval_rows": 4,
@@ -41,7 +42,7 @@ class Job:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        flags = ["--config=configs/quickstart.py:mos", "--distributed"]
+        flags = ["--config=configs/quickstart.py:mos,random", "--distributed"]
         flags += [f"--workdir={workdir}", f"--coordinator=127.0.0.1:{port}"]
         flags += [f"--processes={processes}", f"--heartbeat_seconds={HEARTBEAT}"]
         flags += [f"--config.{name}={value}" for name, value in SIZES.items()]
@@ -100,7 +101,7 @@ def losses(workdir):
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     """The losses of a run that nobody disturbs, on four devices of this process."""
-    config = load("quickstart").get_config("mos")
+    config = load("quickstart").get_config("mos,random")
     fields = {name.replace(".", "__"): value for name, value in SIZES.items()}
     workdir = tmp_path_factory.mktemp("alone")
     loop.run(tiny.change(config, **(fields | {"mesh__data": 2})), workdir)

@@ -341,12 +341,18 @@ def test_a_resume_on_another_text_is_an_error_that_names_the_file(tmp_path):
         train.run(tiny(**fields), tmp_path / "run")
 
 
-def test_a_model_that_does_not_fit_is_refused_before_it_is_made(tmp_path):
-    config = tiny(head__components=10**9)
+def test_a_start_that_fails_does_not_bind_the_next_to_its_settings(tmp_path):
     with pytest.raises(ValueError, match=r"does not fit: .* GiB per device"):
-        train.run(config, tmp_path)
-    # What was refused is no run, and does not bind the next start to its settings.
+        train.run(tiny(head__components=10**9), tmp_path)
+    assert not (tmp_path / "config.json").exists()
+    # Found only when the run is written; as a lack of memory in its first step is.
+    with pytest.raises(ValueError, match="nowhere holds no run"):
+        train.run(tiny(train__init_from="nowhere", data__test_rows=2), tmp_path)
+    assert state.load_config(tmp_path).data.test_rows == 2
     assert train.run(tiny(train__steps=1), tmp_path)["steps"] == 1
+    assert state.load_config(tmp_path).data.test_rows == 3
+    assert metrics.read(tmp_path)[0]["start"]["config"]["data"]["test_rows"] == 3
+    assert f"--workdir {tmp_path}" in (tmp_path / "README.txt").read_text()
 
 
 def test_a_run_resumed_from_before_its_best_step_may_find_another_best(copied):
@@ -584,7 +590,9 @@ class Launched:
     def __init__(self, config_file, workdir):
         self.workdir = workdir
         self.log = workdir.with_suffix(".log")
-        flags = ("--config", config_file, "--workdir", workdir)
+        flags = ["--config", config_file]
+        if config_file.parent != workdir:
+            flags += ["--workdir", workdir]
         self.program = commands.start("train.py", *flags, log=self.log)
         self.process = self.program.process
 
@@ -619,19 +627,22 @@ def test_a_run_that_was_stopped_and_then_killed_ends_like_an_undisturbed_one(tmp
     pair = [Launched(config_file, tmp_path / "undisturbed") for _ in range(2)]
     stopped = Launched(config_file, tmp_path / "disturbed")
     stopped.reach(100)
-    stopped.process.terminate()
+    os.kill(stopped.process.pid, signal.SIGINT)
     stopped.end()
     workdir = stopped.workdir
-    assert "asked to stop: saved at step" in stopped.log.read_text()
+    told = stopped.log.read_text()
     assert not (workdir / "summary.json").exists()
     saved = max(int(path.name) for path in (workdir / "checkpoints").iterdir())
+    assert f"{workdir}: a new run" in told and "saving; interrupt again" in told
+    assert f"asked to stop: saved at step {saved}; " in told
     assert metrics.read(workdir)[-1]["step"] == saved < 450
     killed = Launched(config_file, workdir)
     killed.reach(saved + 50)
+    assert f"{workdir}: resumed from step {saved}\n" in killed.log.read_text()
     killed.process.kill()
     killed.end(expected=-signal.SIGKILL)
     assert not (workdir / "summary.json").exists()
-    Launched(config_file, workdir).end()
+    Launched(workdir / "config.json", workdir).end()
     pair.sort(key=lambda launched: launched.program.wait())
     undisturbed, refused = pair
     undisturbed.end()

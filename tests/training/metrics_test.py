@@ -70,6 +70,12 @@ def test_a_resumed_run_drops_what_lies_beyond_its_step(tmp_path):
     assert steps_of(tmp_path) == [0, 1, 2, 3]
 
 
+def test_a_run_that_begins_again_tells_its_own_settings(tmp_path):
+    write(tmp_path, 1, 2)
+    metrics.Writer(tmp_path, 0, {"config": "another"}).close()
+    assert metrics.read(tmp_path) == [{"step": 0, "start": {"config": "another"}}]
+
+
 @pytest.mark.parametrize("half", ['{"step": 3, "lo', "{", '{"step": 3, "loss": 0.5'])
 def test_half_a_line_at_the_end_is_dropped(tmp_path, half):
     write(tmp_path, 1, 2)

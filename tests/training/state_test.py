@@ -10,10 +10,11 @@ import pytest
 from softbottle import config as configs
 from softbottle.data import corpus
 from softbottle.data.vocab import Vocab
-from softbottle.training import state
+from softbottle.training import checkpoint, state
 from tests import tiny
 
 VOCAB = Vocab(("<eos>", "b", "c", "d", "e"))
+TEXT = {"train": "aa", "valid": "bb", "test": "cc"}
 
 
 def write(workdir, vocab=VOCAB, **fields):
@@ -44,6 +45,16 @@ def test_a_run_is_loaded_with_its_config_words_and_best_parameters(trained, kind
     assert run.model.options.vocab == len(VOCAB)
 
 
+def test_a_run_of_subwords_is_loaded_with_them(tmp_path):
+    vocab = Vocab(("<eos>", "Ġa", "b", "Ġ", "a"), subwords=True)
+    fields = {"data__subwords": True, "data__vocab_size": 300}
+    run = tiny.make_run(tiny.make_config(**fields), vocab)
+    tiny.write_run(tmp_path, run)
+    loaded = state.load_run(tmp_path).vocab
+    assert loaded == vocab and loaded.subwords
+    assert "".join(loaded.spell([1, 2, 0, 1])) == " ab\n a"
+
+
 def test_loading_a_run_leaves_a_save_that_is_under_way_alone(trained):
     workdir, params = trained
     under_way = workdir / "best" / "13.orbax-checkpoint-tmp"
@@ -67,14 +78,36 @@ def test_a_folder_without_a_run_is_an_error_and_stays_empty(tmp_path):
     assert everything_in(tmp_path) == []
 
 
-def test_another_setting_is_an_error_that_names_the_field(tmp_path):
+def seal(workdir, kind="checkpoints"):
+    """A complete checkpoint, as far as a start looks at it."""
+    (workdir / kind / "5").mkdir(parents=True)
+    (workdir / kind / "5" / checkpoint.MANIFEST).write_text("{}")
+
+
+@pytest.mark.parametrize("kind", ["checkpoints", "best", "series"])
+def test_another_setting_is_an_error_that_names_the_field(tmp_path, kind):
     write(tmp_path)
+    seal(tmp_path, kind)
     with pytest.raises(ValueError, match="model.hidden_dim: 6 here, 5 there"):
         write(tmp_path, model__hidden_dim=6)
 
 
+def test_a_start_that_came_to_no_checkpoint_leaves_nothing_to_agree_with(tmp_path):
+    state.write_run(tmp_path, tiny.make_config(), VOCAB, TEXT)
+    (tmp_path / "checkpoints" / "5").mkdir(parents=True)  # not complete
+    other = tiny.make_config(model__hidden_dim=6)
+    words = Vocab(("<eos>", "c", "b"))
+    state.write_run(tmp_path, other, words, TEXT | {"train": "a"})
+    assert (
+        json.loads((tmp_path / "config.json").read_text())["model"]["hidden_dim"] == 6
+    )
+    assert Vocab.load(tmp_path / "vocab.txt") == words
+    assert state.text_digest(tmp_path)["train"] == "a"
+
+
 def test_a_setting_younger_than_the_run_has_its_default_there(tmp_path):
     write(tmp_path)
+    seal(tmp_path)
     path = tmp_path / "config.json"
     stored = json.loads(path.read_text())
     del stored["cache"], stored["head"]["implementation"]
@@ -85,6 +118,7 @@ def test_a_setting_younger_than_the_run_has_its_default_there(tmp_path):
 
 def test_how_long_a_run_is_and_where_its_text_lies_may_change(tmp_path):
     write(tmp_path)
+    seal(tmp_path)
     write(tmp_path, train__steps=17, data__path="there", data__cache="here")
     assert '"steps": 17' in (tmp_path / "config.json").read_text()
 
@@ -95,17 +129,16 @@ def test_how_long_a_run_is_and_where_its_text_lies_may_change(tmp_path):
 )
 def test_another_vocabulary_is_an_error_and_leaves_the_stored_one(tmp_path, words):
     write(tmp_path)
+    seal(tmp_path)
     with pytest.raises(ValueError, match=f"vocabulary .{len(words)} words. is not"):
         write(tmp_path, Vocab(words))
     assert Vocab.load(tmp_path / "vocab.txt") == VOCAB
 
 
-TEXT = {"train": "aa", "valid": "bb", "test": "cc"}
-
-
 def test_another_text_is_an_error_that_names_the_splits(tmp_path):
     config = tiny.make_config()
     state.write_run(tmp_path, config, VOCAB, TEXT)
+    seal(tmp_path)
     state.write_run(tmp_path, config, VOCAB, TEXT)
     changed = TEXT | {"valid": "b", "test": "c"}
     with pytest.raises(ValueError, match=r"valid, test changed \(synthetic\)"):
@@ -114,6 +147,7 @@ def test_another_text_is_an_error_that_names_the_splits(tmp_path):
 
 def test_a_run_of_a_version_without_hashes_takes_those_of_its_text(tmp_path):
     write(tmp_path)
+    seal(tmp_path)
     (tmp_path / "corpus.json").unlink()
     state.write_run(tmp_path, tiny.make_config(), VOCAB, TEXT)
     stored = json.loads((tmp_path / "corpus.json").read_text())

@@ -26,7 +26,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from softbottle.ops.mixture import classes, exponential, likelihood, shards
+from softbottle.ops.mixture import classes, exponential, likelihood, products, shards
 from softbottle.ops.mixture.activations import Activation
 from softbottle.ops.mixture.arrays import Mixture, Targets, Vocabulary
 from softbottle.ops.mixture.implementation import Choice, Implementation, Shaped
@@ -75,7 +75,7 @@ def route(options: Options) -> exponential.Route:
 def _first_product(context_RQ, table_PQ, bias_P, ref_R, activation, options):
     """E [R, P] and its row sums [R] before rounding; see exponential.py."""
     del options
-    z_RP = exponential.product(context_RQ, table_PQ, (1, 1), ref_R.dtype)
+    z_RP = products.product(context_RQ, table_PQ, (1, 1), ref_R.dtype)
     g_RP, slope_RP = likelihood.with_slope(activation, z_RP + bias_P[None])
     exp_RP = jnp.exp(g_RP - ref_R[:, None])
     return (exp_RP * slope_RP).astype(context_RQ.dtype), jnp.sum(exp_RP, axis=1)

@@ -103,3 +103,10 @@ def joined(by_class: Sequence[jax.Array]) -> jax.Array:
 
     stacked = jnp.stack([fill(array) for array in by_class], axis=1)
     return stacked.reshape(-1, *stacked.shape[2:])[:rows]
+
+
+def memberships(label_C: jax.Array, count: int) -> list[jax.Array]:
+    """Which labels are of each class, [C, 1]; all, if there is one."""
+    if count == 1:
+        return [jnp.ones((1, 1), bool)]
+    return [(label_C % count == n)[:, None] for n in range(count)]

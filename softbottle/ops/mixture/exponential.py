@@ -45,7 +45,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from softbottle.ops.mixture import classes, likelihood, shards
+from softbottle.ops.mixture import classes, likelihood, shards, table_sums
 from softbottle.ops.mixture.activations import DEAD, Activation
 from softbottle.ops.mixture.arrays import Elsewhere, Mixture, Targets, Vocabulary
 from softbottle.ops.mixture.options import (
@@ -54,11 +54,11 @@ from softbottle.ops.mixture.options import (
     product_dtype,
     sum_dtype,
 )
+from softbottle.ops.mixture.products import pad_width, product, round_up
 
 # exp(40) leaves as much room again, on either side, for the factors in `scale`.
 FAR = 40.0
 SAMPLE = 256
-SCATTER_TOKENS = 1024
 REDO_BYTES = 32 * 2**20
 
 
@@ -104,7 +104,7 @@ def chunks(route: Route, context_TKE: Any, table_VE: Any, options: Options) -> i
     """How many chunks of tokens there are; of the arrays only shapes are read."""
     tokens, components = context_TKE.shape[0], context_TKE.shape[-2]
     count = classes.count(context_TKE)
-    words = count * _round_up(-(-table_VE.shape[0] // count), route.multiples[1])
+    words = count * round_up(-(-table_VE.shape[0] // count), route.multiples[1])
     row_bytes = words * product_dtype(options, context_TKE, table_VE).itemsize
     return chunk_count(tokens, components * row_bytes, options.loss_bytes(row_bytes))
 
@@ -132,7 +132,8 @@ def _loss_forward(route, activation, options, mixture, vocabulary, targets, else
         return one_chunk(whole, padded, sums, *tokens)
 
     sums = tuple(
-        _zero_sums(route, context_TKE, len(part.table_PQ), table_VE) for part in padded
+        table_sums.zeros(route.width, context_TKE, len(part.table_PQ), table_VE)
+        for part in padded
     )
     tokens = (mixture, targets, elsewhere)
     count = chunks(route, context_TKE, table_VE, options)
@@ -144,7 +145,7 @@ def _loss_forward(route, activation, options, mixture, vocabulary, targets, else
             -weight_TK.astype(mixture.log_prior_TK.dtype),
             context_bar_TKE.astype(context_TKE.dtype),
         ),
-        _vocabulary_bar(sums, padded, vocabulary),
+        table_sums.gradient(sums, [len(part.bias_V) for part in padded], vocabulary),
         (Targets(None, nll_T), elsewhere_bar),
     )
     return likelihood.weighted(targets.weights_T, nll_T), bars
@@ -179,57 +180,17 @@ def _pad(route, context_TKE, vocabulary, options, sample):
     masked_V = jnp.where(live_V, bias_V.astype(wide), DEAD)
     # Strided, because words are usually sorted by frequency.
     stride = -(-rows // sample)
-    more = (0, _round_up(rows, route.multiples[1]) - rows)
+    more = (0, round_up(rows, route.multiples[1]) - rows)
     table_PE = jnp.pad(cast_VE, (more, (0, 0)))
     return _Padded(
         bias_V,
-        _pad_width(table_PE, route.multiples[2]),
+        pad_width(table_PE, route.multiples[2]),
         # A library's product wants rows of whole 16 bytes, and needs no more.
-        _pad_width(table_PE, min(8, route.width)),
+        pad_width(table_PE, min(8, route.width)),
         jnp.pad(masked_V, (more,), constant_values=DEAD),
         cast_VE[::stride],
         masked_V[::stride],
     )
-
-
-class _Sums(NamedTuple):
-    """The gradients of table and bias so far.
-
-    The bias's is a column of the table's where the padded width has room for it or is
-    so large that a column is nothing. Else (1,024 would become 1,056, a sixth slower)
-    it is an array and a product of its own.
-    """
-
-    table_PM: jax.Array
-    bias_P: jax.Array | None
-
-
-def _vocabulary_bar(sums, padded, vocabulary):
-    """The gradients of table and bias, without padding and in their dtypes."""
-    table_VE, bias_V = vocabulary
-    width = table_VE.shape[1]
-    tables, biases = [], []
-    if len(sums) > 1:
-        # Or XLA would copy each sum to cut it, and once more to join them.
-        sums = jax.lax.optimization_barrier(sums)
-    for own, part in zip(sums, padded, strict=True):
-        rows = len(part.bias_V)
-        bias_P = own.table_PM[:, width] if own.bias_P is None else own.bias_P
-        tables.append(own.table_PM[:rows, :width].astype(table_VE.dtype))
-        biases.append(bias_P[:rows].astype(bias_V.dtype))
-    return Vocabulary(classes.joined(tables), classes.joined(biases))
-
-
-def _zero_sums(route, context_TKE, words, table_VE):
-    width = table_VE.shape[1]
-    wide = sum_dtype(context_TKE, table_VE)
-    rides = route.width == 1 or width % 128 != 0 or width >= 4096
-    columns = _round_up(width + rides, route.width)
-    zeros = _Sums(
-        jnp.zeros((words, columns), wide), None if rides else jnp.zeros(words, wide)
-    )
-    axes = jax.typeof(context_TKE).manual_axis_type.varying
-    return shards.vary_over(axes, zeros)[0]
 
 
 def _chunk(
@@ -268,12 +229,12 @@ def _chunk(
     label_row_CE = whole.table_VE[label_C].astype(ref_CK.dtype)
     of_label_CK = delta_CK - scale_CK * stored_CK
     bars = [scale_CK[:, :, None] * product_CKE for product_CKE in products]
-    for n, in_class_C1 in enumerate(_memberships(label_C, len(bars))):
+    for n, in_class_C1 in enumerate(classes.memberships(label_C, len(bars))):
         part_CK = jnp.where(in_class_C1, of_label_CK, 0.0)
         bars[n] += part_CK[:, :, None] * label_row_CE[:, None]
     context_bar_CKE = bars[0] if len(bars) == 1 else jnp.stack(bars, axis=1)
     factors = (scale_CK, stored_CK, delta_CK)
-    sums = _add_to_table(sums, es, by_class, own_CKE, factors, label_C, owned_C)
+    sums = table_sums.add(sums, es, by_class, own_CKE, factors, label_C, owned_C)
     context_bar_CKE = context_bar_CKE.reshape(context_CKE.shape)
     elsewhere_bar = _elsewhere_bar(elsewhere, lse_CK, weight_CK)
     return sums, (context_bar_CKE, nll_C, weight_CK, elsewhere_bar)
@@ -298,13 +259,6 @@ def _each(context_CKE):
     return [context_CKE[:, n] for n in range(context_CKE.shape[1])]
 
 
-def _memberships(label_C, count):
-    """Which labels are of each class, [C, 1]; all, if there is one."""
-    if count == 1:
-        return [jnp.ones((1, 1), bool)]
-    return [(label_C % count == n)[:, None] for n in range(count)]
-
-
 def _stored(es, label_C, ref_CK):
     """What E holds for the labels' words, [C, K]."""
     rows = jnp.arange(ref_CK.size).reshape(ref_CK.shape)
@@ -312,7 +266,7 @@ def _stored(es, label_C, ref_CK):
     found = [e_RP[rows, row_CK].astype(ref_CK.dtype) for e_RP in es]
     if len(found) == 1:
         return found[0]
-    members = _memberships(label_C, len(es))
+    members = classes.memberships(label_C, len(es))
     return sum(
         jnp.where(in_class_C1, stored_CK, 0.0)
         for in_class_C1, stored_CK in zip(members, found, strict=True)
@@ -329,10 +283,10 @@ def _exponentials(route, activation, options, padded, by_class, score_CK):
     """E [rows, P] of each class, its sums and references [C, K], the guard passed."""
     size, components, width = by_class[0].shape
     count = size * components
-    more = (0, _round_up(count, route.multiples[0]) - count)
+    more = (0, round_up(count, route.multiples[0]) - count)
     contexts = [cast_CKE.reshape(count, width) for cast_CKE in by_class]
     wide = [
-        _pad_width(jnp.pad(context_RE, (more, (0, 0))), route.multiples[2])
+        pad_width(jnp.pad(context_RE, (more, (0, 0))), route.multiples[2])
         for context_RE in contexts
     ]
 
@@ -387,110 +341,3 @@ def _reference(contexts, score_R, padded, activation, options):
         best_R = jax.lax.pmax(best_R, options.vocab_axis)
     # The score of a label that is no word is NaN, which must stay with its token.
     return jnp.where(score_R > best_R, score_R, best_R)
-
-
-def _add_to_table(sums, es, by_class, own_CKE, factors, label_C, owned_C):
-    """The third product of each class, and the labels' part put right."""
-    scale_CK, stored_CK, delta_CK = factors
-    wide, dtype = scale_CK.dtype, es[0].dtype
-    columns = max(sums[0].table_PM.shape[1], own_CKE.shape[2] + 1)
-
-    def scaled(cast_CKE):
-        # A column of ones beside the contexts gives the bias its gradient.
-        ones_CK1 = jnp.ones((*cast_CKE.shape[:2], 1), wide)
-        context_CKM = jnp.concatenate([cast_CKE.astype(wide), ones_CK1], axis=-1)
-        context_CKM = _pad_width(context_CKM, columns)
-        return context_CKM, (scale_CK[:, :, None] * context_CKM).astype(dtype)
-
-    added = [
-        _add_product(own, e_RP, scaled(cast_CKE)[1], own_CKE.shape[2])
-        for own, e_RP, cast_CKE in zip(sums, es, by_class, strict=True)
-    ]
-    context_CKM, scaled_CKM = scaled(own_CKE)
-    update_CKM = delta_CK[:, :, None] * context_CKM
-    update_CKM -= stored_CK[:, :, None] * scaled_CKM.astype(wide)
-    update_CM = jnp.sum(update_CKM, axis=1)
-    return _add_rows(added, label_C, owned_C, update_CM, own_CKE.shape[2], dtype)
-
-
-def _add_product(sums, e_RP, scaled_CKM, width):
-    """The sums with E' @ scaled."""
-    wide = sums.table_PM.dtype
-    rows, columns = e_RP.shape[0], scaled_CKM.shape[2]
-    flat_RM = scaled_CKM.reshape(-1, columns)
-    scaled_RM = jnp.pad(flat_RM, ((0, rows - len(flat_RM)), (0, 0)))
-    if sums.bias_P is None:
-        return _Sums(sums.table_PM + product(e_RP, scaled_RM, (0, 0), wide), None)
-    return _Sums(
-        sums.table_PM + product(e_RP, scaled_RM[:, :width], (0, 0), wide),
-        sums.bias_P + product(e_RP, scaled_RM[:, width:], (0, 0), wide)[:, 0],
-    )
-
-
-def _add_rows(sums, label_C, owned_C, update_CM, width, dtype):
-    """sum[label[c]] += update[c], equal labels added up in a fixed order.
-
-    Within a block of tokens those with equal labels are summed by a product with the
-    matrix of their equality, and the first of them writes; so no two writes meet.
-    """
-    rides = sums[0].bias_P is None
-    updates = (update_CM,) if rides else (update_CM[:, :width], update_CM[:, width])
-    for start in range(0, label_C.size, SCATTER_TOKENS):
-        block = slice(start, start + SCATTER_TOKENS)
-        label_B, owned_B = label_C[block], owned_C[block]
-        place_B = jnp.arange(label_B.size)
-        equal_BB = (label_B[:, None] == label_B[None]) & owned_B[None]
-        earlier_BB = equal_BB & (place_B[None] < place_B[:, None])
-        writes_B = owned_B & ~jnp.any(earlier_BB, axis=1)
-        each = [_sum_equal(equal_BB, update[block], dtype) for update in updates]
-        members = _memberships(label_B, len(sums))
-        sums = [
-            _write(own, each, writes_B & in_class_B1[:, 0], label_B // len(sums))
-            for own, in_class_B1 in zip(sums, members, strict=True)
-        ]
-    return tuple(sums)
-
-
-def _write(sums, updates, writes_B, row_B):
-    """The sums with rows added to where `writes_B` says so."""
-    beyond_B = len(sums.table_PM) + jnp.arange(row_B.size)
-    # Or XLA would compute it again for every element that is written.
-    target_B = jax.lax.optimization_barrier(jnp.where(writes_B, row_B, beyond_B))
-    totals = [array for array in sums if array is not None]
-    added = [
-        total.at[target_B].add(update, mode="drop", unique_indices=True)
-        for total, update in zip(totals, updates, strict=True)
-    ]
-    return _Sums(added[0], added[1] if len(added) > 1 else None)
-
-
-def _sum_equal(equal_BB, update_B, dtype):
-    """equal @ update; beside bfloat16 products as two terms of it, 16 bits in all."""
-    if dtype != jnp.bfloat16:
-        equal_BB = equal_BB.astype(update_B.dtype)
-        return jnp.matmul(equal_BB, update_B, precision=jax.lax.Precision.HIGHEST)
-    equal_BB = equal_BB.astype(dtype)
-    high_B = update_B.astype(dtype)
-    low_B = (update_B - high_B.astype(update_B.dtype)).astype(dtype)
-    return sum(
-        jnp.matmul(equal_BB, term_B, preferred_element_type=update_B.dtype)
-        for term_B in (high_B, low_B)
-    )
-
-
-def product(
-    left: jax.Array, right: jax.Array, contract: tuple[int, int], dtype: jnp.dtype
-) -> jax.Array:
-    """A product by itself, without what makes its inputs: a call of the library."""
-    left, right = jax.lax.optimization_barrier((left, right))
-    dims = ((contract[:1], contract[1:]), ((), ()))
-    return jax.lax.dot_general(left, right, dims, preferred_element_type=dtype)
-
-
-def _round_up(size, multiple):
-    return -(-size // multiple) * multiple
-
-
-def _pad_width(array, multiple):
-    more = _round_up(array.shape[-1], multiple) - array.shape[-1]
-    return jnp.pad(array, ((0, 0),) * (array.ndim - 1) + ((0, more),))

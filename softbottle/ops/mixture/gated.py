@@ -9,8 +9,12 @@ are those of the gates 2 j + 1 and 2 j + 2. For K = 4 the weights are
 
     (g0 g1, g0 (1 - g1), (1 - g0) g2, (1 - g0) (1 - g2)).
 
-Tokens are taken in chunks and a chunk is computed again for its gradient, so that no
-[T, K, S] is ever stored. Products read `product_dtype` and sum in float32 or better.
+Tokens are taken in chunks, each of which is computed again for its gradient, so that no
+[T, K, S] is ever stored; if one chunk holds all tokens, it keeps its products. These
+read `product_dtype` and sum in float32 or better; those of the gates, which sigmoids
+follow, are rounded to it. What is between the products reads and writes [C, S] arrays
+of all components in one pass: with S a tenth of the words it would else take as long
+as the products do.
 
 Axes: S frequent words, J = K - 1 gates, G width of a gate's feature.
 """
@@ -55,16 +59,27 @@ def tree(level: Sequence[jax.Array], values: Sequence[jax.Array]) -> jax.Array:
         level: l of the K - 1 gates, arrays that broadcast to the values.
         values: K arrays of one shape, K a power of two.
     """
-    values = list(values)
-    while len(values) > 1:
-        half = len(values) // 2
-        # The lowest gates that are left: those before them have them as branches.
-        gates = [jax.nn.sigmoid(level[half - 1 + n]) for n in range(half)]
-        values = [
-            right + gate * (left - right)
-            for gate, left, right in zip(gates, values[::2], values[1::2], strict=True)
-        ]
-    return values[0]
+    return _nodes([jax.nn.sigmoid(each) for each in level], values)[0]
+
+
+def _nodes(gates, values):
+    """The means at every gate, then the values; branches of n are 2 n + 1, 2 n + 2."""
+    nodes = [*gates, *values]
+    for n in reversed(range(len(gates))):
+        left, right = nodes[2 * n + 1], nodes[2 * n + 2]
+        nodes[n] = right + gates[n] * (left - right)
+    return nodes
+
+
+def _pull(gates, nodes, bar):
+    """Gradients by the gates' levels and by the values, from that by the mean."""
+    bars = [bar] + [None] * (len(nodes) - 1)
+    levels = []
+    for n, gate in enumerate(gates):
+        left, right = nodes[2 * n + 1], nodes[2 * n + 2]
+        bars[2 * n + 1], bars[2 * n + 2] = gate * bars[n], (1 - gate) * bars[n]
+        levels.append(gate * (1 - gate) * (left - right) * bars[n])
+    return levels, bars[len(gates) :]
 
 
 def scores(
@@ -74,14 +89,103 @@ def scores(
 
     A label that is none of these words has the logit of another.
     """
-    count = len(words.vector_SG)
+    tokens, words, dtype, chunks = _prepared(tokens, words, options)
+    place_T = jnp.clip(labels_T, 0, len(words.vector_SG) - 1)
 
-    def read(logit_CS, label_C):
-        place_C1 = jnp.clip(label_C, 0, count - 1)[:, None]
-        score_C1 = jnp.take_along_axis(logit_CS, place_C1, axis=1)
-        return score_C1, jax.nn.logsumexp(logit_CS, axis=1, keepdims=True)
+    def chunk(_, inputs):
+        return (), _scores(dtype, chunks == 1, words, *inputs)
 
-    return _over(read, tokens, words, labels_T, options)
+    return likelihood.over_chunks(chunk, (), (tokens, place_T), chunks)[1]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _scores(dtype, keeps, words, tokens, place_C):
+    return _scores_forward(dtype, keeps, words, tokens, place_C)[0]
+
+
+def _scores_forward(dtype, keeps, words, tokens, place_C):
+    products = _products(dtype, tokens, words)
+    logit_CS = _nodes(*_parts(products, tokens, words))[0]
+    logit_CS = logit_CS + words.vocabulary.bias_V[None]
+    own_CS = _own(logit_CS, place_C)
+    score_C1 = jnp.sum(jnp.where(own_CS, logit_CS, 0.0), axis=1, keepdims=True)
+    lse_C1 = jax.nn.logsumexp(logit_CS, axis=1, keepdims=True)
+    # Under `vmap` over places alone both results have to be batched: of one that is
+    # not, the gradient would be counted for every element.
+    lse_C1 += 0 * place_C[:, None].astype(lse_C1.dtype)
+    saved = (words, tokens, place_C, lse_C1, products if keeps else None)
+    return (score_C1, lse_C1), saved
+
+
+def _scores_backward(dtype, keeps, saved, bars):
+    words, tokens, place_C, lse_C1, products = saved
+    score_bar_C1, lse_bar_C1 = bars
+    if not keeps:
+        products = _products(dtype, tokens, words)
+    gates, z = _parts(products, tokens, words)
+    nodes = _nodes(gates, z)
+    logit_CS = nodes[0] + words.vocabulary.bias_V[None]
+    bar_CS = jnp.exp(logit_CS - lse_C1) * lse_bar_C1
+    bar_CS += jnp.where(_own(logit_CS, place_C), score_bar_C1, 0.0)
+    level_bars, z_bars = _pull(gates, nodes, bar_CS)
+    bias_bar_S = jnp.sum(bar_CS, axis=0)
+    # Written once: else they are computed again inside every product that reads them.
+    level_bars, z_bars = jax.lax.optimization_barrier(
+        jax.tree.map(lambda bar: bar.astype(dtype), (level_bars, z_bars))
+    )
+    by_words, by_tokens = _gradients(dtype, words, tokens, level_bars, z_bars)
+    table_bar_SE, vector_bar_SG, offset_bar_SJ = by_words
+    words_bar = Words(
+        Vocabulary(table_bar_SE, bias_bar_S), vector_bar_SG, offset_bar_SJ
+    )
+    return _like(words_bar, words), _like(Tokens(*by_tokens), tokens), None
+
+
+_scores.defvjp(_scores_forward, _scores_backward)
+
+
+def _gradients(dtype, words, tokens, level_bars, z_bars):
+    """Gradients by (table, vector, offset) and by (context, feature, level)."""
+    context_CKE, feature_CJG, _ = tokens
+    table_SE, vector_SG = words.vocabulary.table_VE, words.vector_SG
+    by_word, by_token = "cs,ce->se", "cs,se->ce"
+    table_bar_SE = sum(
+        _einsum(by_word, dtype, bar_CS, context_CKE[:, k])
+        for k, bar_CS in enumerate(z_bars)
+    )
+    context_bars = [_einsum(by_token, dtype, bar_CS, table_SE) for bar_CS in z_bars]
+    # A column of ones sums the gates' gradients in the same products.
+    feature_CJG, vector_SG = _with_ones(feature_CJG), _with_ones(vector_SG)
+    vector_bars = [
+        _einsum(by_word, dtype, bar_CS, feature_CJG[:, j])
+        for j, bar_CS in enumerate(level_bars)
+    ]
+    feature_bars = [
+        _einsum(by_token, dtype, bar_CS, vector_SG) for bar_CS in level_bars
+    ]
+    vector_bar_SJG, feature_bar_CJG = (
+        jnp.stack(bars, axis=1) for bars in (vector_bars, feature_bars)
+    )
+    return (
+        (table_bar_SE, vector_bar_SJG[..., :-1].sum(axis=1), vector_bar_SJG[..., -1]),
+        (
+            jnp.stack(context_bars, axis=1),
+            feature_bar_CJG[..., :-1],
+            feature_bar_CJG[..., -1],
+        ),
+    )
+
+
+def _with_ones(array):
+    return jnp.concatenate([array, jnp.ones_like(array[..., :1])], axis=-1)
+
+
+def _like(tree, other):
+    return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), tree, other)
+
+
+def _own(logit_CS, place_C):
+    return jnp.arange(logit_CS.shape[1])[None] == place_C[:, None]
 
 
 def logits(tokens: Tokens, words: Words, options: Options) -> jax.Array:
@@ -117,21 +221,13 @@ def _over(
     options: Options,
 ) -> Any:
     """`function(logit_CS, by_token)` of every chunk of tokens."""
-    options = options.resolve()
-    tokens, words = shards.varying_together(tokens, words)
-    table_SE = words.vocabulary.table_VE
-    dtype = product_dtype(options, tokens.context_TKE, table_SE)
-    wide = sum_dtype(tokens.context_TKE, table_SE)
-    # As wide as their gradients, which are summed over the chunks.
-    words = jax.tree.map(lambda array: array.astype(wide), words)
-    count, components, _ = tokens.context_TKE.shape
-    row_bytes = (3 * components - 1) * len(table_SE) * wide.itemsize
-    chunks = chunk_count(count, row_bytes, options.block_bytes)
+    tokens, words, dtype, chunks = _prepared(tokens, words, options)
 
     # In a loop nothing can be merged with what is computed again.
     @functools.partial(jax.checkpoint, prevent_cse=chunks == 1)
     def one_chunk(words, tokens, by_token):
-        return function(_logits(dtype, tokens, words), by_token)
+        parts = _parts(_products(dtype, tokens, words), tokens, words)
+        return function(_nodes(*parts)[0] + words.vocabulary.bias_V[None], by_token)
 
     def chunk(_, inputs):
         return (), one_chunk(words, *inputs)
@@ -139,38 +235,51 @@ def _over(
     return likelihood.over_chunks(chunk, (), (tokens, by_token), chunks)[1]
 
 
-def _logits(dtype, tokens, words):
-    """[C, S]."""
-    (table_SE, bias_S), vector_SG, offset_SJ = words
-    context_CKE, feature_CJG, level_CJ = tokens
-    z_CKS = _product(dtype, context_CKE, table_SE)
-    level_CJS = _product(dtype, feature_CJG, vector_SG)
-    level_CJS += level_CJ.astype(z_CKS.dtype)[:, :, None] + offset_SJ.T[None]
-    return tree(_along(level_CJS), _along(z_CKS)) + bias_S[None]
+def _prepared(tokens, words, options):
+    """The arrays, the dtype of their products, and the number of chunks."""
+    options = options.resolve()
+    tokens, words = shards.varying_together(tokens, words)
+    table_SE = words.vocabulary.table_VE
+    dtype = jnp.dtype(product_dtype(options, tokens.context_TKE, table_SE))
+    wide = sum_dtype(tokens.context_TKE, table_SE)
+    # As wide as their gradients, which are summed over the chunks.
+    words = jax.tree.map(lambda array: array.astype(wide), words)
+    count, components, _ = tokens.context_TKE.shape
+    # The products of a word and a token, and the gradients that the next ones read.
+    held = components * (wide.itemsize + dtype.itemsize)
+    held += 2 * (components - 1) * dtype.itemsize
+    chunks = chunk_count(count, held * len(table_SE), options.block_bytes)
+    return tokens, words, dtype, chunks
 
 
-def _along(array_CKS):
-    return [array_CKS[:, k] for k in range(array_CKS.shape[1])]
+def _products(dtype, tokens, words):
+    """Products of the gates' features and of the contexts, [C, S] each."""
+    context_CKE, feature_CJG, _ = tokens
+    product, table_SE = "ce,se->cs", words.vocabulary.table_VE
+    return (
+        [
+            _einsum(product, dtype, feature_CJG[:, j], words.vector_SG).astype(dtype)
+            for j in range(feature_CJG.shape[1])
+        ],
+        [
+            _einsum(product, dtype, context_CKE[:, k], table_SE)
+            for k in range(context_CKE.shape[1])
+        ],
+    )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(dtype, left_CKE, right_SE):
-    """left . right, [C, K, S]; its gradients are products of the same dtype."""
-    return _einsum("cke,se->cks", dtype, left_CKE, right_SE)
-
-
-def _product_forward(dtype, left_CKE, right_SE):
-    return _product(dtype, left_CKE, right_SE), (left_CKE, right_SE)
-
-
-def _product_backward(dtype, saved, bar_CKS):
-    left_CKE, right_SE = saved
-    left_bar_CKE = _einsum("cks,se->cke", dtype, bar_CKS, right_SE)
-    right_bar_SE = _einsum("cks,cke->se", dtype, bar_CKS, left_CKE)
-    return left_bar_CKE.astype(left_CKE.dtype), right_bar_SE.astype(right_SE.dtype)
-
-
-_product.defvjp(_product_forward, _product_backward)
+def _parts(products, tokens, words):
+    """The gates, and the logits that they mix."""
+    features, z = products
+    gates = [
+        jax.nn.sigmoid(
+            each_CS.astype(words.offset_SJ.dtype)
+            + tokens.level_TJ[:, j, None].astype(words.offset_SJ.dtype)
+            + words.offset_SJ[None, :, j]
+        )
+        for j, each_CS in enumerate(features)
+    ]
+    return gates, z
 
 
 def _einsum(formula, dtype, left, right):

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import logging
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +45,15 @@ class Options:
     implementation: str = "auto"
     budget_bytes: int | None = None
     device: Device | None = None
+
+    def __new__(cls, *values: Any, **named: Any) -> Self:
+        """Reject an option that there is not, with those that there are."""
+        names = [field.name for field in dataclasses.fields(cls)]
+        for name in named:
+            if name not in names:
+                raise TypeError(f"no option is called {name!r}; there are {names}.")
+        del values
+        return super().__new__(cls)
 
     def __post_init__(self):
         """Reject values that no implementation could use."""

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from softbottle.ops.mixture import blocked, exponential
+from softbottle.ops.mixture import blocked, exponential, table_sums
 from softbottle.ops.mixture.activations import (
     SIGSOFTMAX,
     SOFTMAX,
@@ -149,7 +149,7 @@ def test_a_split_vocabulary_guards_all_its_shards(make):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_equal_labels_are_all_counted_and_bits_repeat(dtype, mixed_dtypes, monkeypatch):
-    monkeypatch.setattr(exponential, "SCATTER_TOKENS", 8)
+    monkeypatch.setattr(table_sums, "SCATTER_TOKENS", 8)
     problem = make_problem(tokens=30, components=2, width=12, vocab=40)
     problem = problem._replace(labels_T=(problem.labels_T % 3).astype(np.int32))
     once = run(problem, compute_dtype=dtype)

@@ -1,25 +1,25 @@
-"""How a program of launch/ begins and ends.
+"""How a command begins and ends.
 
     2     what a user can mend: a flag, a setting, a file, a missing package
-    1     a run that failed by itself: a full disk, a loss that is not finite
+    1     a run that failed by itself: a full disk, a lack of memory, a loss that is
+          not finite
     130   interrupted
 
 are its exit statuses. Each of these errors is printed as one line on stderr;
 `--traceback` adds where it was raised. Any other error is a bug and prints its
 traceback.
 
-A program imports this module first, and takes absl and ml_collections from here: if a
-package is missing, importing this module prints the one line and exits with status 2.
+A command takes absl and ml_collections from here: if a package is missing, importing
+this module prints the one line and exits with status 2.
 """
 
 import importlib.util
-import itertools
 import math
 import pathlib
 import re
 import sys
 import traceback
-from collections.abc import Callable
+import types
 from typing import NoReturn
 
 if _missing := [
@@ -30,7 +30,7 @@ if _missing := [
     )
     if importlib.util.find_spec(name) is None
 ]:
-    _extra = "analysis" if sys.argv[0].endswith("analyze.py") else "train"
+    _extra = "analysis" if "analyze" in pathlib.Path(sys.argv[0]).name else "train"
     print(
         f"{sys.argv[0]} needs packages that are not installed ({', '.join(_missing)}): "
         f"pip install 'softbottle[{_extra}]'",
@@ -38,28 +38,48 @@ if _missing := [
     )
     sys.exit(2)
 
+import jax
 from absl import app, flags, logging
 from ml_collections import config_flags
 
 from softbottle import config as config_lib
+from softbottle.cli import configs, help_page
 from softbottle.training.checkpoint import CheckpointError
 from softbottle.training.metrics import NonFiniteLossError, WriteError
 
-__all__ = ["app", "config_flags", "define_float", "flags", "run"]
+__all__ = ["app", "define_config", "define_float", "flags", "run"]
 
 REFUSED, FAILED, INTERRUPTED = 2, 1, 130
 TRACEBACK = flags.DEFINE_bool(
     "traceback", False, "Show where in the code an error was raised."
 )
+# A flag that is defined by a function below is its caller's.
+flags.disclaim_key_flags()
 _OF_THE_RUN = (CheckpointError, NonFiniteLossError, WriteError)
 _OF_THE_USER = (ValueError, OSError, ImportError, app.UsageError, flags.Error)
+_OUT_OF_MEMORY = (
+    "the device's memory is too small. Take fewer rows at a time (data.rows, or in "
+    "training a larger optim.accumulate)."
+)
 # Modules that are imported only when a corpus asks for them, and their extra. A text
 # that is encoded already needs no pyarrow.
 _EXTRAS = {
     "importlib_resources": "data",
     "pyarrow": "train",
     "tensorflow_datasets": "data",
+    "tokenizers": "subwords",
+    "tokenizers": "subwords",
 }
+
+
+def define_config(about: str = "") -> flags.FlagHolder[config_lib.Config]:
+    """The flag --config; `about` says which configs, if not all, a command takes."""
+    return config_flags.DEFINE_config_file(
+        "config",
+        help_string="A Python file, the name of one that comes with softbottle "
+        f"({', '.join(configs.files())}), or a run's config.json{about}; "
+        "FILE:ARGUMENT picks a variant.",
+    )
 
 
 def define_float(
@@ -76,23 +96,31 @@ def define_float(
     return holder
 
 
-def run(main: Callable[[], int | None]) -> NoReturn:
-    """Parse the command line, call `main`, and exit with what it returns."""
+def run(command: types.ModuleType) -> NoReturn:
+    """Parse the command line, call the command's `main`, and exit with its status."""
+
+    def parse(arguments):
+        asked = {"-h", "-help", "--help", "-helpfull", "--helpfull"} & {*arguments}
+        if asked:
+            full = any(word.endswith("full") for word in asked)
+            print(help_page.render(command, flags.FLAGS, full))
+            sys.exit(0)
+        return _parse(arguments)
 
     def call(arguments):
         if len(arguments) > 1:
             raise app.UsageError(f"not understood: {' '.join(arguments[1:])}")
         # Orbax logs every step of its work at level info.
         logging.set_verbosity(logging.WARNING)
-        return main()
+        return command.main()
 
-    app.run(_with_one_line_errors(call), flags_parser=_with_one_line_errors(_parse))
+    app.run(_with_one_line_errors(call), flags_parser=_with_one_line_errors(parse))
     raise AssertionError("app.run exits")
 
 
 def _parse(arguments):
     config_lib.check_overrides(arguments[1:])
-    _let_configs_import_one_another(arguments)
+    arguments = _with_config_file(arguments)
     # The flags of a number do not take a word, so what is unset is taken out of them.
     unset = [re.fullmatch(r"--config\.([\w.]+)=none", word) for word in arguments]
     rest = [word for word, match in zip(arguments, unset, strict=True) if not match]
@@ -102,13 +130,21 @@ def _parse(arguments):
     return remaining
 
 
-def _let_configs_import_one_another(arguments):
-    """Put the folder above the config's on the path: `from configs import ptb`."""
-    for word, following in itertools.pairwise([*arguments, ""]):
-        file = following if word in ("--config", "-config") else word.partition("=")[2]
-        if re.match(r"--?config(=|$)", word) and file:
+def _with_config_file(arguments):
+    """The arguments with the path of the config, which may import its neighbours."""
+    words = list(arguments)
+    for place, word in enumerate(words):
+        flag, equals, file = word.partition("=")
+        if flag not in ("--config", "-config") or words[place:] == [flag]:
+            continue
+        place, start = (place, f"{flag}=") if equals else (place + 1, "")
+        file = configs.resolve(file if equals else words[place])
+        words[place] = start + file
+        if configs.run_folder(file) is None:
+            # `from configs import ptb`, wherever the folder is.
             folder = pathlib.Path(file.partition(":")[0]).resolve().parents[1]
             sys.path.append(str(folder))
+    return words
 
 
 def _with_one_line_errors(function):
@@ -123,6 +159,10 @@ def _with_one_line_errors(function):
             _exit(_line(error), FAILED)
         except _OF_THE_USER as error:
             _exit(_line(error), REFUSED)
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            _exit(f"{_line(error)[:300]}; {_OUT_OF_MEMORY}", FAILED)
 
     return call
 
@@ -130,6 +170,8 @@ def _with_one_line_errors(function):
 def _line(error):
     """An error as one line; ml_collections puts the cause into the last of several."""
     text = str(error).strip()
+    if needed := re.search(r"Flag (--\S+) must have a value other than None", text):
+        return f"{needed[1]} is needed: {sys.argv[0]} --help has examples"
     if isinstance(error, app.UsageError | flags.Error):
         return text.splitlines()[-1].strip() if text else "the flags are wrong"
     if isinstance(error, ModuleNotFoundError) and error.name in _EXTRAS:

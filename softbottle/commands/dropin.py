@@ -1,0 +1,27 @@
+r"""Put a mixture in the place of a softmax at many settings: is it ever worse?
+
+    softbottle dropin --config dropin --workdir runs/dropin \
+        --config.data.path=data/wikitext-2
+    softbottle dropin --config dropin:transformer \
+        --workdir runs/dropin-transformer --config.data.path=data/wikitext-2
+
+Trains small models at every table start, learning rate and tying of the grid in
+experiments/dropin.py with each head. Writes dropin.jsonl and dropin.md to --workdir;
+started again, it goes on where it stopped.
+"""
+
+from softbottle.cli import program
+from softbottle.cli.program import app, flags
+from softbottle.experiments import dropin
+
+CONFIG = program.define_config(", whose head is not read")
+WORKDIR = flags.DEFINE_string("workdir", None, "Where it all goes.", required=True)
+RIVALS = flags.DEFINE_list("rivals", ["mos"], f"Of {', '.join(dropin.RIVALS)}.")
+SEEDS = flags.DEFINE_integer("seeds", 3, "How many for the softmax.", lower_bound=2)
+
+
+def main() -> None:
+    """Compare the rivals with a softmax."""
+    if CONFIG.value is None:
+        raise app.UsageError("--config is needed, for example --config dropin")
+    dropin.run(CONFIG.value, WORKDIR.value, RIVALS.value, SEEDS.value)

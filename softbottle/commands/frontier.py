@@ -1,0 +1,53 @@
+r"""Which head for which cost: perplexity against time, parameters and memory.
+
+    softbottle frontier --config lm1b --workdir runs/frontier \
+        --config.data.path=data/books --config.data.rows=256
+    softbottle frontier --config lm1b --workdir runs/frontier \
+        --config.data.path=data/books --config.data.rows=256 \
+        --minutes 20 --arms softmax,moc-7-residual,mos-7-tanh --learning_rates 0.004
+    softbottle frontier --workdir runs/frontier --draw
+
+Every arm at every learning rate is one run over the text. Finished runs are lines of
+frontier.jsonl in --workdir, with a table in frontier.md and a picture in frontier.png.
+Started again it trains what has no line yet, on another machine too if the file is
+copied there. --minutes ends it in time, and it says what is missing.
+"""
+
+from softbottle.cli import program
+from softbottle.cli.program import app, flags
+from softbottle.experiments import frontier, frontier_arms, frontier_trial
+
+CONFIG = program.define_config(", that trains a mixture by AdamW")
+WORKDIR = flags.DEFINE_string("workdir", None, "Where it all goes.", required=True)
+MINUTES = flags.DEFINE_float(
+    "minutes",
+    None,
+    "End after so many; a run that would not end by then is not started.",
+    lower_bound=0.0,
+)
+ARMS = flags.DEFINE_list(
+    "arms", list(frontier_arms.ARMS), "What is compared; all by default."
+)
+RATES = flags.DEFINE_list("learning_rates", ["0.002", "0.004"], "Of every arm.")
+SEEDS = flags.DEFINE_list(
+    "seeds",
+    ["0"],
+    "The first is for all arms, the others for those that matter most: "
+    f"{', '.join(frontier_arms.SEVERAL_SEEDS)}.",
+)
+DRAW = flags.DEFINE_bool("draw", False, "Train nothing; draw what there is.")
+KEEP = flags.DEFINE_bool("keep", False, "Keep the folders of finished runs.")
+
+
+def main() -> None:
+    """Train and draw what the flags say."""
+    frontier_arms.check_names(ARMS.value)
+    rates = [float(rate) for rate in RATES.value]
+    grid = frontier.Grid(ARMS.value, rates, [int(seed) for seed in SEEDS.value])
+    if DRAW.value:
+        frontier.report(WORKDIR.value, grid)
+        return
+    if CONFIG.value is None:
+        raise app.UsageError("--config is needed, for example --config lm1b")
+    frontier_trial.leave_devices()
+    frontier.run(CONFIG.value, WORKDIR.value, grid, MINUTES.value, KEEP.value)

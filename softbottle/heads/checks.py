@@ -1,0 +1,87 @@
+"""What is asked of a head's settings and arrays, where they come in."""
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, ParamSpec, TypeVar
+
+import jax
+import numpy as np
+from jax.sharding import AxisType
+
+REDUCTIONS = ("sum", "mean", "none")
+P = ParamSpec("P")
+H = TypeVar("H")
+
+
+def factory(make: Callable[P, H]) -> Callable[P, H]:
+    """A function that makes a head, whose errors about arguments list those it has."""
+    signature = inspect.signature(make)
+    call = signature.replace(return_annotation=signature.empty)
+
+    @functools.wraps(make)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> H:
+        try:
+            signature.bind_partial(*args, **kwargs)  # an unknown name before a missing
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{make.__name__}{call}: {error}.") from None
+        return make(*args, **kwargs)
+
+    return checked
+
+
+def positive_integer(name: str, value: int) -> int:
+    """The value as an int.
+
+    Raises:
+        ValueError: unless it is an integer above 0.
+    """
+    if not isinstance(value, int | np.integer) or value < 1:
+        raise ValueError(f"{name} must be an integer >= 1, got {value!r}.")
+    return int(value)
+
+
+def classes(classes: int, words: int) -> None:
+    """Raise ValueError unless every class has a word."""
+    if classes > words:
+        raise ValueError(
+            f"classes={classes} are more than the vocabulary's {words} words."
+        )
+
+
+def reduction(name: str) -> None:
+    """Raise ValueError unless there is such a reduction."""
+    if name not in REDUCTIONS:
+        raise ValueError(f"reduction must be one of {REDUCTIONS}, got {name!r}.")
+
+
+def states(params: Mapping[str, jax.Array], hidden_TD: jax.Array) -> None:
+    """Raise ValueError unless these are the flattened states of such parameters."""
+    if hidden_TD.ndim != 2:
+        raise ValueError(
+            f"hidden_TD must be [tokens, width], got the shape {hidden_TD.shape}; "
+            "flatten rows and positions first, with hidden.reshape(-1, width)."
+        )
+    width = hidden_TD.shape[1]
+    for name, array in params.items():
+        if name.rpartition("_")[2].startswith("D") and len(array) != width:
+            raise ValueError(
+                f"hidden_TD is {width} wide, but the head's parameters are of states "
+                f"{len(array)} wide: {name} has the shape {array.shape}."
+            )
+
+
+def mesh(**trees: Any) -> None:
+    """Raise ValueError if an array is split over axes of an Explicit mesh."""
+    for name, tree in trees.items():
+        for leaf in jax.tree.leaves(tree):
+            sharding = jax.typeof(leaf).sharding
+            # Inside `auto_axes` and `shard_map` no axis is Explicit.
+            if any(sharding.spec) and AxisType.Explicit in sharding.mesh.axis_types:
+                raise ValueError(
+                    f"{name} is split over axes of an Explicit mesh, {sharding.spec}: "
+                    "under jax.set_mesh(mesh) wrap the function that calls the head, "
+                    "jax.sharding.auto_axes(function, out_sharding=P()) for a loss; or "
+                    "give jax.make_mesh axis_types=(jax.sharding.AxisType.Auto, ...)."
+                )

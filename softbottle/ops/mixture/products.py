@@ -1,0 +1,24 @@
+"""Matrix products as calls of the library, and the sizes that they like."""
+
+import jax
+import jax.numpy as jnp
+
+
+def product(
+    left: jax.Array, right: jax.Array, contract: tuple[int, int], dtype: jnp.dtype
+) -> jax.Array:
+    """A product by itself, without what makes its inputs: a call of the library."""
+    left, right = jax.lax.optimization_barrier((left, right))
+    dims = ((contract[:1], contract[1:]), ((), ()))
+    return jax.lax.dot_general(left, right, dims, preferred_element_type=dtype)
+
+
+def round_up(size: int, multiple: int) -> int:
+    """The least multiple that is not below a size."""
+    return -(-size // multiple) * multiple
+
+
+def pad_width(array: jax.Array, multiple: int) -> jax.Array:
+    """The array with zeros behind its last axis, up to a multiple."""
+    more = round_up(array.shape[-1], multiple) - array.shape[-1]
+    return jnp.pad(array, ((0, 0),) * (array.ndim - 1) + ((0, more),))
