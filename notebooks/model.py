@@ -35,7 +35,7 @@ from softbottle import drawing
 #
 # Python comes with its own reference manual, the text behind `help()`: about a hundred
 # thousand words and signs, on every machine. The 1,000 most frequent are the
-# vocabulary; all others are id 0. The last tenth is held out.
+# vocabulary; all others are id 0. Of a hundred blocks every tenth is held out.
 
 # %%
 vocab, dim = 1000, 16
@@ -43,7 +43,9 @@ text = re.findall(r"\w+|[^\w\s]", " ".join(topics.topics.values()).lower())
 frequent = [word for word, _ in Counter(text).most_common(vocab - 1)]
 number = {word: index for index, word in enumerate(frequent, 1)}
 ids_N = np.array([number.get(word, 0) for word in text], np.int32)
-train_N, held_out_N = np.split(ids_N, [9 * len(ids_N) // 10])
+blocks = np.array_split(ids_N, 100)
+held_out_N = np.concatenate(blocks[9::10])
+train_N = np.concatenate([block for at, block in enumerate(blocks) if at % 10 < 9])
 print(f"{len(train_N):,} tokens to train on, {len(held_out_N):,} held out")
 print(" ".join(text[2000:2030]))
 

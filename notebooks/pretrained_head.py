@@ -61,8 +61,9 @@ def divergence(head, output, hidden_WD):
 
 
 def fit(loss, params):
-    """Adam with a cosine decay as one compiled loop: parameters and losses."""
-    optimizer = optax.adam(optax.cosine_decay_schedule(0.05, steps))
+    """Adam with warm-up and decay, as one compiled loop: parameters and losses."""
+    schedule = optax.warmup_cosine_decay_schedule(0.0, 0.05, steps // 8, steps)
+    optimizer = optax.adam(schedule)
 
     def step(carry, _):
         value, grads = jax.value_and_grad(loss)(carry[0])
@@ -124,7 +125,7 @@ before
 # ## Trained
 #
 # Only the head's own parameters learn: the trunk, the table and the bias stay as they
-# are.
+# are. The learning rate warms up, or Adam's first steps would leave the good start.
 
 # %%
 curves = {}

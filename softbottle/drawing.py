@@ -113,7 +113,7 @@ def label(axes: matplotlib.axes.Axes) -> None:
         _name(axes, name, color, (x, y), (1.02, height), va="center", arrowprops=leader)
     heights = _spread(axes, [y for y, *_ in inside], rows)
     for height, (y, x, name, color) in zip(heights, inside, strict=True):
-        _name(axes, name, color, (x, y), (x + 0.015, height), va="center")
+        _name(axes, name, color, (x, y), (x + 0.015, height), va="bottom")
 
 
 def _dress(axes):
@@ -162,7 +162,7 @@ def _spread(axes, heights, rows):
     points = 72 * axes.figure.get_figheight() * axes.get_position().height
     gap = 1.3 * SMALL * rows / points
     # Each block of texts that touch is centered on the mean of their heights.
-    blocks: list[list[float]] = []
+    blocks = []
     for height in heights:
         blocks.append([height])
         while len(blocks) > 1 and _low(blocks[-1], gap) < _high(blocks[-2], gap) + gap:

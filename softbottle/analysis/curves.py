@@ -11,8 +11,8 @@ from softbottle.analysis.settings import Settings
 from softbottle.training import metrics
 
 ABOUT = report.About(
-    "Perplexity on the validation text along the training: the number of equally likely "
-    "words between which one would be as unsure as the model.",
+    "Perplexity on the validation text along the training: the number of equally "
+    "likely words between which one would be as unsure as the model.",
     "Compare runs where their curves have flattened; where one turns up again, stop "
     "earlier or regularize more.",
 )

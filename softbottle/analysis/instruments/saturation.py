@@ -141,11 +141,16 @@ def section(states: dict[str, Layers], heads: dict[str, Head]) -> report.Section
             largest_L = np.nanmax(layers.peak_LD, axis=1)
             peaks.semilogy(largest_L, marker=".", color=color)
     peaks.axhline(OUTLIER, color=drawing.GRAY, linestyle=":")
+    last = max((len(layers.anisotropy_L) for layers in states.values()), default=1) - 1
     cosines.set(xlabel="layer", title="anisotropy", ylim=(None, 1))
     peaks.set(xlabel="layer", title="largest entry, in deviations")
+    for axes in (cosines, peaks):
+        axes.set_xlim(-0.5, last + 0.5)
     spectra.set(xlabel="index", title="singular values of the head, entropy")
     for axes in (cosines, peaks, spectra):
-        axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
+        axes.xaxis.set_major_locator(
+            matplotlib.ticker.MaxNLocator(integer=True, min_n_ticks=1)
+        )
     drawing.label(spectra)
     lines = [
         f"{name}: in its last layer two states have a cosine of "
