@@ -68,7 +68,6 @@ _EXTRAS = {
     "pyarrow": "train",
     "tensorflow_datasets": "data",
     "tokenizers": "subwords",
-    "tokenizers": "subwords",
 }
 
 
