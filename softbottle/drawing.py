@@ -36,6 +36,7 @@ HEADS = {
     "partition": ORANGE,
     "mixtape": PURPLE,
     "sigsoftmax": VERMILION,
+    "moss": SKY,
     "softcap": SKY,
 }
 SMALL = 9  # points, of all text but titles
@@ -103,16 +104,15 @@ def label(axes: matplotlib.axes.Axes) -> None:
         for end, name, line in zip(ends, names, lines, strict=True)
         if end is not None
     )
-    rows = max((name.count("\n") for name in names), default=0) + 1
     inside = [entry for entry in named if entry[1] <= _EDGE]
     outside = [entry for entry in named if entry[1] > _EDGE]
-    heights = _spread(axes, [y for y, *_ in outside], rows)
-    for height, (y, x, name, color) in zip(heights, outside, strict=True):
+    for height, (y, x, name, color) in zip(
+        _spread(axes, outside), outside, strict=True
+    ):
         leader = {"arrowstyle": "-", "lw": 0.6, "color": color, "alpha": 0.5}
         leader["relpos"] = (0, 0.5)
         _name(axes, name, color, (x, y), (1.02, height), va="center", arrowprops=leader)
-    heights = _spread(axes, [y for y, *_ in inside], rows)
-    for height, (y, x, name, color) in zip(heights, inside, strict=True):
+    for height, (y, x, name, color) in zip(_spread(axes, inside), inside, strict=True):
         _name(axes, name, color, (x, y), (x + 0.015, height), va="bottom")
 
 
@@ -157,26 +157,23 @@ def _end(axes, line):
     return tuple(points[inside][-1]) if inside.any() else None
 
 
-def _spread(axes, heights, rows):
-    """Rising heights, moved apart as little as lets a line of text between each."""
+def _spread(axes, named):
+    """Heights of the names, moved apart as little as lets each have its rows.
+
+    Less the middle that each has where all are packed, heights may not fall: their
+    isotonic regression, by pooling neighbors that do.
+    """
     points = 72 * axes.figure.get_figheight() * axes.get_position().height
-    gap = 1.3 * SMALL * rows / points
-    # Each block of texts that touch is centered on the mean of their heights.
-    blocks = []
-    for height in heights:
-        blocks.append([height])
-        while len(blocks) > 1 and _low(blocks[-1], gap) < _high(blocks[-2], gap) + gap:
-            last = blocks.pop()
-            blocks[-1] += last
-    return [_low(block, gap) + gap * at for block in blocks for at in range(len(block))]
-
-
-def _low(block, gap):
-    return float(np.mean(block)) - gap * (len(block) - 1) / 2
-
-
-def _high(block, gap):
-    return float(np.mean(block)) + gap * (len(block) - 1) / 2
+    rows = np.array([1 + name.count("\n") for _, _, name, _ in named])
+    middles = 1.3 * SMALL / points * (np.cumsum(rows) - rows / 2)
+    pools = []
+    for (y, *_), middle in zip(named, middles, strict=True):
+        pools.append([y - middle])
+        while len(pools) > 1 and np.mean(pools[-1]) < np.mean(pools[-2]):
+            last = pools.pop()
+            pools[-1] += last
+    levels = [np.mean(pool) for pool in pools for _ in pool]
+    return [level + middle for level, middle in zip(levels, middles, strict=True)]
 
 
 def _tick_labels(figure: matplotlib.figure.Figure) -> set[matplotlib.artist.Artist]:

@@ -8,6 +8,7 @@ are run in one namespace, as a kernel would, and what a cell ends with is drawn.
 import ast
 import json
 import re
+import tempfile
 
 import jax
 import pytest
@@ -79,9 +80,8 @@ def pretrained_head(names):
 
 
 # What each says of its outputs.
-CLAIMS = {check.__name__: check for check in (bottleneck, model)} | {
-    check.__name__: check for check in (pretrained, pretrained_head)
-}
+CHECKS = (bottleneck, model, pretrained, pretrained_head)
+CLAIMS = {check.__name__: check for check in CHECKS}
 
 
 @pytest.mark.slow
@@ -89,7 +89,7 @@ CLAIMS = {check.__name__: check for check in (bottleneck, model)} | {
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
 def test_a_notebook_runs_and_shows_what_it_says(source, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     # What a user's own program has.
     with jax.numpy_rank_promotion("allow"):
         names = run(source)

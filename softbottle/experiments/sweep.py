@@ -9,18 +9,14 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-import matplotlib.axes
-import matplotlib.figure
 import numpy as np
 
 from softbottle import config as config_lib
-from softbottle import model
+from softbottle import drawing, model
 from softbottle.data import synthetic
-from softbottle.experiments import trial, truth
+from softbottle.experiments import trial
 
 EQUAL = "softmax, as many parameters as mos"
-_COLORS = dict(zip(("mos", "softmax", EQUAL), truth.COLORS, strict=True))
-_COLORS |= {"moc": "#E69F00", "sigsoftmax": "#009E73", "moss": "#CC79A7"}
 
 
 def run(
@@ -73,7 +69,7 @@ def run(
     ]
     (workdir / "sweep.json").write_text(json.dumps(rows, indent=2))
     print(table(rows))
-    draw(rows + others).savefig(workdir / "sweep.png", dpi=150)
+    draw(rows + others).save(workdir / "sweep.png")
     return rows
 
 
@@ -103,12 +99,10 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def draw(rows: list[dict[str, Any]]) -> matplotlib.figure.Figure:
+def draw(rows: list[dict[str, Any]]) -> drawing.Figure:
     """Divergence from the truth against the width, with a panel for each language."""
     languages = list(dict.fromkeys(row["language"] for row in rows))
-    figure = matplotlib.figure.Figure(
-        figsize=(5 * len(languages), 4), layout="constrained"
-    )
+    figure = drawing.Figure(figsize=(5.5 * len(languages), 4))
     panels = figure.subplots(1, len(languages), squeeze=False)[0]
     for axes, language in zip(panels, languages, strict=True):
         _draw_language(axes, [row for row in rows if row["language"] == language])
@@ -117,48 +111,24 @@ def draw(rows: list[dict[str, Any]]) -> matplotlib.figure.Figure:
     return figure
 
 
-def _draw_language(axes: matplotlib.axes.Axes, rows: list[dict[str, Any]]) -> None:
-    ends: dict[str, float] = {}
+def _draw_language(axes, rows):
     for head in dict.fromkeys(row["head"] for row in rows):
         points = [row for row in rows if row["head"] == head]
         axes.errorbar(
             [row["width"] for row in points],
             [row["kl"] for row in points],
             [row["kl_deviation"] for row in points],
-            color=_COLORS.get(head, "black"),
+            color=drawing.HEADS.get(head, drawing.GRAY),
             linestyle="--" if head == EQUAL else "-",
             marker="o",
             capsize=3,
+            label=head.replace(", as", ",\nas").replace(" as mos", "\nas mos"),
         )
-        ends[head] = points[-1]["kl"]
     widths = sorted({row["width"] for row in rows})
-    axes.set_yscale("log")
+    axes.set(xlabel="width d of the context", yscale="log")
     axes.set_xscale("log", base=2)
     axes.set_xticks(widths, [str(width) for width in widths])
-    axes.set_xlabel("width d of the context")
-    axes.spines[["top", "right"]].set_visible(False)
-    places = _apart(axes, ends)
-    for head, place in places.items():
-        axes.annotate(
-            head.replace(", as", ",\nas").replace(" as mos", "\nas mos"),
-            (1.02, place),
-            xycoords="axes fraction",
-            va="center",
-            fontsize=9,
-            color=_COLORS.get(head, "black"),
-        )
-
-
-def _apart(axes, ends):
-    """Heights of labels at the lines' ends, as shares of the axes, none too close."""
-    low, high = np.log(axes.get_ylim())
-    gaps = {head: 0.14 if head == EQUAL else 0.07 for head in ends}
-    places, below, needed = {}, -np.inf, 0.0
-    for head in sorted(ends, key=lambda name: ends[name]):
-        own = (np.log(ends[head]) - low) / (high - low)
-        places[head] = max(own, below + (needed + gaps[head]) / 2)
-        below, needed = places[head], gaps[head]
-    return places
+    drawing.label(axes)
 
 
 def _read(path):

@@ -17,7 +17,7 @@ from softbottle.training.state import Run
 POSITIONS = 8192  # of the test text, at which distributions are compared
 # Of a run, a softmax of its width and one of its size: Okabe and Ito's blue, vermilion
 # and grey, which color-blind readers tell apart.
-COLORS = ("#0072B2", "#D55E00", "#777777")
+COLORS = (drawing.BLUE, drawing.VERMILION, drawing.GRAY)
 
 
 def summarize(run: Run, corpus: Corpus, workdir: pathlib.Path) -> dict[str, Any]:
@@ -113,7 +113,7 @@ def compare(
         summaries: by name, a run's summary.
         lines: by name, a run's metrics.
     """
-    figure = drawing.Figure(figsize=(10, 4), layout="constrained")
+    figure = drawing.Figure(figsize=(10, 4))
     loss, bars = figure.subplots(1, 2)
     for color, (name, run) in zip(COLORS, lines.items(), strict=False):
         reported = [line for line in run if "loss" in line]
@@ -123,7 +123,7 @@ def compare(
     loss.axhline(entropy, color="black", linestyle="--", label="the language's entropy")
     loss.set(xlabel="step", ylabel="training loss (nats per word)")
     loss.set_title(synthetic.describe(config))
-    loss.legend(frameon=False)
+    drawing.label(loss)
     names = [
         f"{name}\nd = {summary['context_dim']}, {summary['parameters']:,} parameters"
         for name, summary in summaries.items()
@@ -134,12 +134,12 @@ def compare(
     bars.margins(x=0.15)
     bars.invert_yaxis()
     bars.set(xlabel="nats", title="Distance to the truth (KL)")
-    bars.spines[["top", "right"]].set_visible(False)
+    bars.grid(False)
     return figure
 
 
 def _draw(lines, entropy, learned, true, summary):
-    figure = drawing.Figure(figsize=(10, 4), layout="constrained")
+    figure = drawing.Figure(figsize=(10, 4))
     loss, spectra = figure.subplots(1, 2)
     # None, where a run was shorter than the distance between two reports.
     reported = [line for line in lines if "loss" in line]
@@ -147,13 +147,14 @@ def _draw(lines, entropy, learned, true, summary):
     loss.plot(steps, losses, label="training loss")
     loss.axhline(entropy, color="black", linestyle="--", label="entropy of the truth")
     loss.set(xlabel="step", ylabel="nats per word", title="Loss")
-    loss.legend()
+    drawing.label(loss)
     for name, spectrum in (("learned", learned), ("true", true)):
         sigma = spectrum.sigma / spectrum.sigma[0]
         spectra.semilogy(np.arange(1, len(sigma) + 1), sigma, label=name)
     bound = summary["softmax_rank_bound"]
-    spectra.axvline(
-        bound, color="grey", linestyle=":", label=f"softmax bound, rank {bound}"
+    spectra.axvline(bound, color=drawing.GRAY, linestyle=":")
+    spectra.annotate(
+        f"softmax bound, rank {bound}", (bound, 3e-9), fontsize=drawing.SMALL
     )
     spectra.set(
         xlabel="index",
@@ -161,5 +162,5 @@ def _draw(lines, entropy, learned, true, summary):
         title=f"log P: rank {summary['rank']} learned, {summary['true_rank']} true",
         ylim=(1e-9, 2),
     )
-    spectra.legend()
+    drawing.label(spectra)
     return figure

@@ -112,8 +112,8 @@ def test_labels_of_lines_that_end_together_are_apart(swept):
     heads = ("mos", "moc", "softmax")
     rows = [swept[1][0] | {"head": head, "kl": 1.0} for head in heads]
     (axes,) = sweep.draw([*rows, rows[0] | {"head": "moss", "kl": 9.0}]).axes
-    heights = sorted(text.xy[1] for text in axes.texts)
-    assert all(b - a > 0.06 for a, b in itertools.pairwise(heights))
+    heights = sorted(text.xyann[1] for text in axes.texts)
+    assert all(b - a > 0.05 for a, b in itertools.pairwise(heights))
 
 
 def test_what_is_no_sweep_is_not_drawn_beside_one(tmp_path):
