@@ -237,7 +237,7 @@ def test_a_run_that_loses_its_loss_is_a_row_and_the_next_one_follows(
     text = (tmp_path / "frontier.md").read_text()
     assert "- softmax at 1e+30, seed 0: step " in text
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        *("frontier.jsonl", "frontier.md", "frontier.png")
+        *("frontier-cover.png", "frontier.jsonl", "frontier.md", "frontier.png")
     ]
 
 

@@ -149,7 +149,7 @@ def test_a_walk_along_the_series_traces_the_trunk_once(workdir, monkeypatch):
         return backbone.apply(*arguments, **settings)
 
     counted = types.SimpleNamespace(apply=apply, initial_carry=backbone.initial_carry)
-    monkeypatch.setattr(source.backbones, "make", lambda config: counted)
+    monkeypatch.setattr(model, "make_backbone", lambda *settings: counted)
     parts = {"states", "series"}
     found = source.read(workdir, parts, positions=3 * LENGTH)
     assert len(list(found.series)) == 3
