@@ -148,7 +148,9 @@ def test_a_walk_along_the_series_traces_the_trunk_once(workdir, monkeypatch):
         traced.append(arguments)
         return backbone.apply(*arguments, **settings)
 
-    counted = types.SimpleNamespace(apply=apply, initial_carry=backbone.initial_carry)
+    counted = types.SimpleNamespace(
+        apply=apply, init=backbone.init, initial_carry=backbone.initial_carry
+    )
     monkeypatch.setattr(model, "make_backbone", lambda *settings: counted)
     parts = {"states", "series"}
     found = source.read(workdir, parts, positions=3 * LENGTH)
