@@ -99,9 +99,9 @@ def python(wheel, tmp_path_factory):
 EXAMPLE = """
 {example}
 import numpy as np
-gradient = jax.grad(head.loss)(*output, hidden_TD, labels_T, weights_T)
+gradient = jax.grad(head.loss)(*output, hidden_TD, labels_T)
 assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
-np.testing.assert_allclose(loss, (nll_T * weights_T).sum(), rtol=1e-5)
+np.testing.assert_allclose(loss, nll_T.sum(), rtol=1e-5)
 assert ids_T.shape == (tokens,) and (0 <= ids_T).all() and (ids_T < vocab).all()
 print(softbottle.__file__)
 """

@@ -22,10 +22,17 @@ def make(backbone, layers, positions, **rates):
     return config, backbones.make(config, None, layers, positions)
 
 
+def apply(model, *arguments, **settings):
+    """Compiled as one: operation by operation would take longer."""
+    call = jax.jit(model.apply, static_argnames=("train", "mutable"))
+    return call(*arguments, **settings)
+
+
 def setup(model):
     embedded_BSE = jax.random.normal(jax.random.key(0), (ROWS, LENGTH, 5))
     inputs = (embedded_BSE, model.initial_carry(ROWS), jnp.ones((ROWS, LENGTH), int))
-    return model.init(jax.random.key(1), *inputs, train=False), inputs
+    init = jax.jit(model.init, static_argnames="train")
+    return init(jax.random.key(1), *inputs, train=False), inputs
 
 
 @pytest.mark.slow
@@ -34,10 +41,10 @@ def test_the_layers_below_are_those_that_the_instruments_see(backbone):
     config, wide = make(backbone, 3, 1)
     narrow = backbones.make(config)
     variables, inputs = setup(wide)
-    plain, seen = narrow.apply(
-        variables, *inputs, train=False, mutable=["intermediates"]
+    plain, seen = apply(
+        narrow, variables, *inputs, train=False, mutable="intermediates"
     )
-    found = wide.apply(variables, *inputs, train=False)
+    found = apply(wide, variables, *inputs, train=False)
     assert found.hidden_BSD.shape[-1] == sum(backbones.read_widths(config, 3, 1))
     last, *below = jnp.split(found.hidden_BSD, (6, 14), axis=-1)
     chex.assert_trees_all_close(last, plain.hidden_BSD, atol=1e-6)
@@ -60,7 +67,7 @@ def test_the_lower_states_of_an_lstm_are_dropped_as_the_next_layer_gets_them():
     _, wide = make("awd_lstm", 2, 1, hidden=0.5)
     variables, inputs = setup(wide)
     key = {"dropout": jax.random.key(2)}
-    below = wide.apply(variables, *inputs, train=True, rngs=key).hidden_BSD[:, :, 6:]
+    below = apply(wide, variables, *inputs, train=True, rngs=key).hidden_BSD[:, :, 6:]
     gone = np.asarray(below == 0)
     assert gone.any() and not gone.all()
     np.testing.assert_array_equal(gone, np.broadcast_to(gone[:, :1], gone.shape))
@@ -73,10 +80,12 @@ def test_positions_are_newest_first_and_zero_before_their_segment(backbone):
     _, narrow = make(backbone, 1, 1)
     variables, (embedded_BSE, carry, _) = setup(wide)
     segments_BS = jnp.array([[1, 1, 1, 1, 2, 2, 2], [1, 2, 2, 2, 2, 0, 0]])
-    plain_BSD = narrow.apply(
-        *(variables, embedded_BSE, narrow.initial_carry(ROWS), segments_BS), train=False
+    plain_BSD = apply(
+        narrow,
+        *(variables, embedded_BSE, narrow.initial_carry(ROWS), segments_BS),
+        train=False,
     ).hidden_BSD
-    found = wide.apply(variables, embedded_BSE, carry, segments_BS, train=False)
+    found = apply(wide, variables, embedded_BSE, carry, segments_BS, train=False)
     expected = np.zeros((ROWS, LENGTH, 3, 6), np.float32)
     for row, place, back in np.ndindex(ROWS, LENGTH, 3):
         source = place - back
@@ -92,10 +101,11 @@ def test_positions_are_newest_first_and_zero_before_their_segment(backbone):
 def test_two_halves_of_a_stream_equal_the_whole(cut):
     _, wide = make("awd_lstm", 2, 3)
     variables, (embedded_BSE, carry, segments_BS) = setup(wide)
-    whole = wide.apply(variables, embedded_BSE, carry, segments_BS, train=False)
+    whole = apply(wide, variables, embedded_BSE, carry, segments_BS, train=False)
     parts = []
     for piece in (slice(0, cut), slice(cut, LENGTH)):
-        trunk = wide.apply(
+        trunk = apply(
+            wide,
             *(variables, embedded_BSE[:, piece], carry, segments_BS[:, piece]),
             train=False,
         )

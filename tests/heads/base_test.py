@@ -68,10 +68,11 @@ def test_the_kind_of_the_weights_does_not_change_the_loss(kind, mixed_dtypes):
     def loss(table_VE, weights_T):
         return MOS.loss(point.params, table_VE, *point[2:5], weights_T)
 
-    expected, expected_bar = jax.value_and_grad(loss)(point.table_VE, ones_T)
+    step = jax.jit(jax.value_and_grad(loss))
+    expected, expected_bar = step(point.table_VE, ones_T)
     weights_T = ones_T.astype(kind)
-    plain = loss(point.table_VE, weights_T)
-    value, bar = jax.value_and_grad(loss)(point.table_VE, weights_T)
+    plain = jax.jit(loss)(point.table_VE, weights_T)
+    value, bar = step(point.table_VE, weights_T)
     np.testing.assert_allclose(plain, expected, rtol=1e-6)
     np.testing.assert_allclose(value, expected, rtol=1e-6)
     np.testing.assert_allclose(bar, expected_bar, rtol=1e-5, atol=1e-6)
@@ -83,7 +84,7 @@ def test_float32_weights_leave_a_float64_loss_in_float64(float64):
     point = oracle.cast(inputs, jnp.float64)
     weights_T = jnp.where(jnp.arange(oracle.TOKENS) % 3 == 0, 0.0, 1.0)
     point = point._replace(weights_T=weights_T.astype(jnp.float32))
-    value, _ = jax.value_and_grad(MOS.loss, argnums=1)(*point)
+    value, _ = jax.jit(jax.value_and_grad(MOS.loss, argnums=1))(*point)
     exact = np.dot(np.asarray(weights_T), oracle.nll("mos", inputs))
     oracle.assert_close(value, exact, "float64")
 

@@ -54,7 +54,7 @@ def test_every_context_learns_something_of_its_own_from_the_first_step(kind):
         weights_T = jnp.ones(11)
         return head.loss(params, table_VE, bias_V, hidden_TD, labels_T, weights_T)
 
-    bar_KDE = jnp.moveaxis(jax.grad(loss)(params)["latent_DKE"], 1, 0)
+    bar_KDE = jnp.moveaxis(jax.jit(jax.grad(loss))(params)["latent_DKE"], 1, 0)
     norm = jnp.linalg.norm(bar_KDE[0])
     for one, other in ((0, 1), (0, 2), (1, 2)):
         assert jnp.linalg.norm(bar_KDE[one] - bar_KDE[other]) > 0.05 * norm
@@ -97,8 +97,9 @@ def test_the_mean_over_draws_is_the_whole_mixture():
     mixture = head.mix(params, hidden_TD, key=jax.random.key(0))
     np.testing.assert_allclose(jnp.exp(mixture.log_prior_TK).sum(axis=1), 1, rtol=1e-5)
     vocabulary = softbottle.ops.Vocabulary(table_VE, bias_V)
-    p_TV = jnp.exp(softbottle.ops.log_probs(mixture, vocabulary))
-    exact_V = jnp.exp(full.log_probs(params, table_VE, bias_V, hidden_TD[:1]))[0]
+    p_TV = jnp.exp(jax.jit(softbottle.ops.log_probs)(mixture, vocabulary))
+    log_probs = jax.jit(full.log_probs)
+    exact_V = jnp.exp(log_probs(params, table_VE, bias_V, hidden_TD[:1]))[0]
     error_V = jnp.std(p_TV, axis=0) / np.sqrt(draws)
     assert jnp.all(jnp.abs(jnp.mean(p_TV, axis=0) - exact_V) < 5 * error_V)
     # The component of largest prior is always there, every other one at times.

@@ -18,15 +18,17 @@ def make(name):
     rng = np.random.default_rng(0)
     hidden_TD = jnp.asarray(rng.normal(size=(TOKENS, sum(widths))), jnp.float32)
     table_VE = jnp.asarray(rng.normal(size=(VOCAB, WIDTH)), jnp.float32)
-    return head, head.init_wide(jax.random.key(0), widths, WIDTH), table_VE, hidden_TD
+    params = jax.jit(lambda key: head.init_wide(key, widths, WIDTH))(jax.random.key(0))
+    return head, params, table_VE, hidden_TD
 
 
 @EVERY
 def test_it_starts_as_the_softmax_of_the_last_layers_state(name):
     head, params, table_VE, hidden_TD = make(name)
     state_TE = hidden_TD[:, :STATE] @ params["project_HE"]
-    expected = softbottle.softmax().log_probs({}, table_VE, None, state_TE)
-    found = head.log_probs(params, table_VE, None, hidden_TD)
+    softmax = jax.jit(softbottle.softmax().log_probs)
+    expected = softmax({}, table_VE, None, state_TE)
+    found = jax.jit(head.log_probs)(params, table_VE, None, hidden_TD)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -42,7 +44,7 @@ def test_every_state_reaches_the_loss_once_the_projections_have_moved(name):
     def loss(hidden_TD):
         return head.loss(params, table_VE, None, hidden_TD, jnp.arange(TOKENS))
 
-    assert np.all(np.abs(jax.grad(loss)(hidden_TD)) > 0)
+    assert np.all(np.abs(jax.jit(jax.grad(loss))(hidden_TD)) > 0)
 
 
 @EVERY
