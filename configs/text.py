@@ -32,7 +32,9 @@ def get_config(argument: str = "moc") -> Config:
             f"{argument!r} is not HEAD[,subwords]; heads are {sorted(COMPONENTS)}."
         )
     config = Config()
-    data, model, regularise = config.data, config.model, config.regularise
+    data = config.data
+    model = config.model
+    regularise = config.regularise
     data.name = "text"
     data.subwords = bool(tokens)
     data.vocab_size = 4_000 if tokens else 10_000

@@ -89,7 +89,7 @@ def _inputs(case, chosen):
     for number, (name, leaf) in enumerate(params.items()):
         if not np.any(leaf):
             noise = jax.random.normal(jax.random.key(number), leaf.shape)
-            params[name] = noise / 2
+            params[name] = 2 * noise
     hidden_TD = inputs.context_TKE.reshape(case.tokens, -1)
     return (params, inputs.table_VE, inputs.bias_V, hidden_TD), labels_T
 

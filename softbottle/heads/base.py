@@ -249,7 +249,8 @@ class Head(abc.ABC):
         if reduction == "none":
             # A label of no weight may be no word.
             labels_T = without_padding(weights_T, labels_T)
-            return weights_T * likelihood.nll(*predictions.scores(labels_T))
+            nll_T = likelihood.nll(*predictions.scores(labels_T))
+            return weights_T.astype(nll_T.dtype) * nll_T
         total = predictions.loss(Targets(labels_T, weights_T))
         if reduction == "sum":
             return total
