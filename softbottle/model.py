@@ -335,14 +335,29 @@ def make(config: config_lib.Config, vocab: int, mesh: Mesh | None = None) -> Mod
     It keeps a copy of the config, which may change afterwards.
 
     Raises:
-        ValueError: as `make_head`, or if the head does not fit so many words.
+        ValueError: as `make_head`; if the head does not fit so many words, or is no
+            mixture and `regularise.balance` is set.
     """
     head = make_head(config)
     try:
         head.check_words(vocab)
     except ValueError as error:
         raise ValueError(f"head.{error}") from error
-    return Model(copy.deepcopy(config), vocab, head, mesh)
+    model = Model(copy.deepcopy(config), vocab, head, mesh)
+    if config.regularise.balance and _components(model) == 1:
+        raise ValueError(f"regularise.balance is for a mixture, and {head!r} is none.")
+    return model
+
+
+def _components(model):
+    """How many weights the head's prior has."""
+    width = config_lib.context_dim(model.config)
+
+    def log_prior(key):
+        params = model.head.init_wide(key, model.hidden_dims, width)
+        return model.head.log_prior(params, jnp.zeros((1, sum(model.hidden_dims))))
+
+    return jax.eval_shape(log_prior, jax.random.key(0)).shape[1]
 
 
 def count_parameters(params: Any, vocab: int) -> int:

@@ -115,6 +115,14 @@ def test_an_uneven_use_of_the_components_is_punished(head):
     np.testing.assert_allclose(loss.penalty, expected, rtol=1e-4)
 
 
+@pytest.mark.parametrize("head", ["softmax", "partition", "mixtape"])
+def test_a_head_without_mixture_weights_has_nothing_to_balance(head):
+    config = make_config(head, balance=1.0)
+    config.head.components = {"partition": 1, "mixtape": 2}.get(head)
+    with pytest.raises(ValueError, match="regularise.balance is for a mixture, and "):
+        make(config)
+
+
 @pytest.mark.slow
 def test_tar_reads_the_raw_states_and_ar_the_dropped_ones():
     batch = make_batch()
