@@ -17,7 +17,7 @@ from softbottle.experiments import dropin
 CONFIG = program.define_config(", whose head is not read")
 WORKDIR = flags.DEFINE_string("workdir", None, "Where it all goes.", required=True)
 RIVALS = flags.DEFINE_list("rivals", ["mos"], f"Of {', '.join(dropin.RIVALS)}.")
-SEEDS = flags.DEFINE_integer("seeds", 3, "How many for the softmax.", lower_bound=2)
+SEEDS = flags.DEFINE_integer("seeds", 3, "Models per head and setting.", lower_bound=2)
 
 
 def main() -> None:

@@ -4,18 +4,19 @@ Small models are trained with either head on everything that a new user may have
 backbone, tied or untied table, standard deviation of the table's start, Adam's learning
 rate. All else is the same: data, order, steps, width of the table and of the state.
 
-The rule, written before the first run. The noise is the standard deviation of a
-softmax's validation loss over the seeds, at the same point and at most 0.1 nats, pooled
-over the points. A mixture is worse at a point if its loss, by the first seed, is above
-the softmax's by more than twice the noise. A component is dead if its share of the
-prior, averaged over the validation text, is below a hundredth of an equal share.
+The rule, written before its runs. Every head has the same seeds, and is judged by its
+mean over them. The noise is the standard deviation of a softmax's validation loss over
+the seeds, at the same point and at most 0.1 nats, pooled over the points of the same
+learning rate. A mixture is worse at a point if its mean is above the softmax's by more
+than twice the noise. A component is dead if its share of the prior, averaged over the
+validation text, is below a hundredth of an equal share.
 """
 
 import itertools
 import json
 import math
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -67,7 +68,7 @@ def run(
         config: the backbone, the text and the steps; its head is not read.
         workdir: where `dropin.jsonl` and `dropin.md` go.
         rivals: names of RIVALS.
-        seeds: of the softmax; the rivals have the first.
+        seeds: how many models per head and point.
 
     Returns:
         The rows: a line of dropin.jsonl each.
@@ -87,11 +88,10 @@ def run(
     if any(row["fingerprint"] != mark for row in rows):
         raise ValueError(f"{lines} has rows of other settings or of another text.")
     done = {_identity(row) for row in rows}
-    heads = [(SOFTMAX, {"name": SOFTMAX}, seeds)]
-    heads += [(name, RIVALS[name], 1) for name in rivals]
-    for tied, (name, head, count) in itertools.product(TIED, heads):
+    heads = {SOFTMAX: {"name": SOFTMAX}} | {name: RIVALS[name] for name in rivals}
+    for tied, (name, head) in itertools.product(TIED, heads.items()):
         trainer = None
-        for deviation, rate, seed in itertools.product(DEVIATIONS, RATES, range(count)):
+        for deviation, rate, seed in itertools.product(DEVIATIONS, RATES, range(seeds)):
             point = Point(config.model.backbone, tied, deviation, rate)
             row = {"head": name, "seed": seed, **point._asdict(), "fingerprint": mark}
             if _identity(row) in done:
@@ -117,41 +117,46 @@ def variant(config: config_lib.Config, head: Row, tied: bool) -> config_lib.Conf
     return config_lib.validate(config_lib.from_dict(values))
 
 
-def noise(rows: Sequence[Row]) -> float:
-    """The softmax's standard deviation over seeds, pooled over the points."""
+def noise(rows: Sequence[Row], rate: float) -> float:
+    """The softmax's standard deviation over seeds, pooled over a rate's points."""
     variances = []
-    for _, losses in _by_point(rows, SOFTMAX):
+    for point, losses in _by_point(rows, SOFTMAX).items():
         deviation = float(np.std(losses, ddof=1)) if len(losses) > 1 else math.nan
-        if deviation <= NOISE_LIMIT:
+        if point.rate == rate and deviation <= NOISE_LIMIT:
             variances.append(deviation**2)
     return float(np.sqrt(np.mean(variances))) if variances else math.nan
 
 
 def report(rows: Sequence[Row]) -> str:
-    """A table for every backbone and table: losses, and differences to the softmax."""
+    """A table for every backbone and table: mean losses over seeds, and verdicts."""
     names = list(dict.fromkeys(row["head"] for row in rows if row["head"] != SOFTMAX))
-    margin = 2 * noise(rows)
-    text = [f"Noise of a softmax over seeds: {margin / 2:.4f} nats.", ""]
-    by_head = {name: dict(_by_point(rows, name)) for name in (SOFTMAX, *names)}
+    by_head = {
+        name: {point: float(np.mean(x)) for point, x in _by_point(rows, name).items()}
+        for name in (SOFTMAX, *names)
+    }
+    rates = sorted({point.rate for point in by_head[SOFTMAX]})
+    margins = {rate: 2 * noise(rows, rate) for rate in rates}
+    told = ", ".join(f"{margins[rate] / 2:.4f} at {rate:g}" for rate in rates)
+    text = [f"Noise of a softmax over seeds, in nats by learning rate: {told}.", ""]
     verdicts = []
     for name in names:
         differences = {
-            point: losses[0] - by_head[SOFTMAX][point][0]
-            for point, losses in by_head[name].items()
+            point: loss - by_head[SOFTMAX][point]
+            for point, loss in by_head[name].items()
             if point in by_head[SOFTMAX]
         }
-        worse = sum(value > margin for value in differences.values())
         # A loss that is not a number is as bad as can be.
-        worse += sum(math.isnan(value) for value in differences.values())
+        worse = sum(
+            not difference <= margins[point.rate]
+            for point, difference in differences.items()
+        )
         dead = sum(row.get("dead", 0) > 0 for row in rows if row["head"] == name)
         verdicts.append(
             f"| {name} | {len(differences)} | {worse} | "
             f"{max(differences.values(), default=math.nan):+.3f} | "
             f"{np.mean(list(differences.values())):+.3f} | {dead} |"
         )
-    text += [
-        "| head | points | worse | worst, nats | mean, nats | with dead components |"
-    ]
+    text += ["| head | points | worse | worst, nats | mean, nats | runs with dead |"]
     text += ["|---|---|---|---|---|---|", *verdicts]
     for kind, points in itertools.groupby(
         sorted(by_head[SOFTMAX]), key=lambda point: point[:2]
@@ -160,10 +165,10 @@ def report(rows: Sequence[Row]) -> str:
         text += ["| std | rate | softmax | " + " | ".join(names) + " |"]
         text += ["|" + "---|" * (3 + len(names))]
         for point in points:
-            cells = [f"{by_head[SOFTMAX][point][0]:.3f}"]
-            for name in names:
-                losses = by_head[name].get(point)
-                cells.append(f"{losses[0]:.3f}" if losses else "")
+            cells = [
+                f"{by_head[name][point]:.3f}" if point in by_head[name] else ""
+                for name in (SOFTMAX, *names)
+            ]
             text.append(f"| {point.deviation} | {point.rate} | {' | '.join(cells)} |")
     return "\n".join(text)
 
@@ -176,14 +181,14 @@ def _identity(row):
     return (row["head"], row["seed"], *(row[name] for name in Point._fields))
 
 
-def _by_point(rows: Sequence[Row], name: str) -> Iterator[tuple[Point, list[float]]]:
+def _by_point(rows: Sequence[Row], name: str) -> dict[Point, list[float]]:
     """The losses of a head at every point, by seed."""
     found: dict[Point, list[float]] = {}
     for row in sorted(rows, key=lambda row: row["seed"]):
         if row["head"] == name:
             point = Point(*(row[field] for field in Point._fields))
             found.setdefault(point, []).append(row["loss"])
-    return iter(found.items())
+    return found
 
 
 class _Trainer:

@@ -51,6 +51,23 @@ def test_started_again_it_trains_nothing_and_says_the_same(compared):
     assert "| mos | 1 | 0 |" in text and "| mos tanh | 1 | 1 |" in text
 
 
+def test_a_mixture_is_judged_by_its_mean_and_the_noise_of_its_learning_rate():
+    def rows(head, rate, losses):
+        point = dropin.Point("awd_lstm", True, 0.1, rate)._asdict()
+        return [
+            {"head": head, "seed": seed, "loss": loss, **point}
+            for seed, loss in enumerate(losses)
+        ]
+
+    quiet = rows("softmax", 1e-3, [5.0, 5.02]) + rows("mos", 1e-3, [5.05, 5.05])
+    noisy = rows("softmax", 1e-2, [5.0, 5.1]) + rows("mos", 1e-2, [4.9, 5.3])
+    assert dropin.noise(quiet + noisy, 1e-3) == pytest.approx(0.02 / 2**0.5)
+    text = dropin.report(quiet + noisy)
+    # 0.04 above, against twice 0.014; and 0.05, against twice 0.07.
+    assert "| mos | 2 | 1 | +0.050 | +0.045 | 0 |" in text
+    assert "| 0.1 | 0.01 | 5.050 | 5.100 |" in text
+
+
 def test_a_rival_that_does_not_exist_is_refused_with_those_that_do(tmp_path):
     with pytest.raises(ValueError, match=r"no rival .*'mosaic'; there are \['mos', "):
         dropin.run(make_config(), tmp_path / "run", ["mosaic"], seeds=2)
