@@ -61,8 +61,13 @@ ARMS = {
     "softmax-parameters": Arm({"name": "softmax"}, "parameters"),
     "softmax-time-trunk": Arm({"name": "softmax"}, "trunk"),
     "softmax-time-passes": Arm({"name": "softmax"}, "passes"),
-    # One context: what the projection between state and table does by itself.
-    **_mixtures("mos", 1, ("tanh", "residual"), first=True),
+    # A mixture of one: what its projection between state and table does by itself.
+    "softmax-projected": Arm(
+        {"name": "mos", "components": 1, "context": "residual"}, first=True
+    ),
+    "softmax-projected-tanh": Arm(
+        {"name": "mos", "components": 1, "context": "tanh"}, first=True
+    ),
     "sigsoftmax": Arm({"name": "sigsoftmax"}),
     "softcap": Arm({"name": "softcap", "cap": 30.0}),
     **_mixtures("moc", 7, _ALL, first=True),
@@ -77,7 +82,7 @@ ARMS = {
     "mos-15-active-2": Arm({"name": "mos", "components": 15, "active": 2}),
 }
 # The four that matter, which are trained with several seeds.
-SEVERAL_SEEDS = (SOFTMAX, "moc-7-residual", "mos-7-residual", REFERENCE)
+SEVERAL_SEEDS = (SOFTMAX, "softmax-projected", "moc-7-residual", REFERENCE)
 _WARMUP, _VALIDATIONS, _WINDOWS = 0.05, 8, 40
 # How often a run reports, and where its text lies, make no other run of it.
 _FREE = ("train.", "mesh.", "data.path", "data.cache", "format")

@@ -64,7 +64,8 @@ def _draw_costs(figure, panels, found, labels):
     costs = dict(zip(panels, _COSTS.items(), strict=False))
     for axes, (title, (field, unit)) in costs.items():
         axes.set(xlabel=title, ylabel="test perplexity", title=f"By {title}")
-        axes.label_outer()
+        if not axes.get_subplotspec().is_first_col():
+            axes.set_ylabel("")
         _scatter(axes, found, field, unit)
     # Sizes of texts are known only once everything else has its place.
     figure.draw_without_rendering()
@@ -92,7 +93,7 @@ def _scatter(axes, found, field, unit):
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter("{x:.4g}")
         axis.set_minor_formatter("{x:.4g}")
-    axes.tick_params(axis="x", which="both", labelsize=8)
+    axes.tick_params(axis="x", which="both", labelsize=8, length=3, pad=4)
 
 
 def _frequencies(axes, found, labels):
@@ -223,4 +224,6 @@ def _handle(point, label):
 
 
 def _color(point):
-    return drawing.HEADS.get(point.head.partition("(")[0], drawing.GRAY)
+    one = point.arm.startswith(SOFTMAX)
+    name = SOFTMAX if one else point.head.partition("(")[0]
+    return drawing.HEADS.get(name, drawing.GRAY)

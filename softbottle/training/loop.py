@@ -264,18 +264,22 @@ def _loop(trainer, state, history):
                 report.settle()
                 _save(trainer, state, history, report)
             if leaving:
-                trainer.latest.wait()
-                report.say(
-                    f"asked to stop: saved at step {step:,}; the same command resumes"
-                )
-                return state, history, False
-        report.finish()
-        if history.evaluated != step:
-            _validate(trainer, state, history, report)
-        trainer.latest.wait()
-        if trainer.latest.latest() != step:
-            _save(trainer, state, history, report)
-    return state, history, True
+                break
+        else:
+            report.finish()
+            if history.evaluated != step:
+                _validate(trainer, state, history, report)
+            trainer.latest.wait()
+            if trainer.latest.latest() != step:
+                _save(trainer, state, history, report)
+            # Asked since the last step: what comes after this run is not begun.
+            leaving = asked_to_stop(step + 1)
+        if leaving:
+            trainer.latest.wait()
+            report.say(
+                f"asked to stop: saved at step {step:,}; the same command resumes"
+            )
+    return state, history, not leaving
 
 
 def _report(trainer, step, history):

@@ -290,6 +290,23 @@ def test_a_run_that_goes_on_is_not_finished(copied, monkeypatch):
     assert not (copied / "summary.json").exists()
 
 
+def test_asked_to_stop_in_the_last_validation_it_does_and_then_goes_on(
+    copied, monkeypatch
+):
+    config = tiny(train__series=True, train__steps=15)
+    finish = metrics.Report.finish
+
+    def stop(report):
+        os.kill(os.getpid(), signal.SIGTERM)
+        finish(report)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(metrics.Report, "finish", stop)
+        assert train.run(config, copied) == {}
+    assert checkpoint.sealed_steps(copied / "checkpoints")[-1] == 15
+    assert train.run(config, copied)["steps"] == 15
+
+
 def test_a_second_trainer_is_refused_and_changes_nothing(copied):
     def content():
         paths = [path for path in copied.rglob("*") if path.is_file()]
