@@ -7,12 +7,16 @@ import tempfile
 # Compiling is what these tests spend their time on. Set before jax is imported, and
 # inherited by the other workers and by the commands that tests start.
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+# Where an operation was called is of use in profiles, and nobody profiles these.
+os.environ["JAX_TRACEBACK_IN_LOCATIONS_LIMIT"] = "0"
+flags = os.environ.get("XLA_FLAGS", "").split()
+# Programs so small are not worth cutting up for several cores.
+flags.append("--xla_cpu_parallel_codegen_split_count=1")
 if importlib.metadata.version("jaxlib").startswith("0.10."):
     # Of its two ways to write a fused loop this compiles in a third of the time, and is
     # not the one that users run; later versions do not know the flag.
-    flags = os.environ.get("XLA_FLAGS", "").split()
     flags.append("--xla_cpu_use_fusion_emitters=false")
-    os.environ["XLA_FLAGS"] = " ".join(dict.fromkeys(flags))
+os.environ["XLA_FLAGS"] = " ".join(dict.fromkeys(flags))
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     _CACHE = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
     os.environ["JAX_COMPILATION_CACHE_DIR"] = _CACHE.name
