@@ -269,7 +269,7 @@ def gates(case, params, hidden_TD, frequent, words=1):
 
 
 def sigmoid(z):
-    return 1 / (1 + np.exp(-z))
+    return np.exp(-np.logaddexp(0, -z))
 
 
 def generalized(center, k):

@@ -72,13 +72,15 @@ def route(options: Options) -> exponential.Route:
     return exponential.Route(_first_product, _lse, (1, 1, 1), 1)
 
 
-def _first_product(context_RQ, table_PQ, bias_P, ref_R, activation, options):
-    """E [R, P] and its row sums [R] before rounding; see exponential.py."""
+def _first_product(context_RQ, table_PQ, bias_P, near_R, activation, options):
+    """E [R, P], its row sums [R] before rounding and the references; exponential.py."""
     del options
-    z_RP = products.product(context_RQ, table_PQ, (1, 1), ref_R.dtype)
+    z_RP = products.product(context_RQ, table_PQ, (1, 1), near_R.dtype)
     g_RP, slope_RP = likelihood.with_slope(activation, z_RP + bias_P[None])
+    ref_R = _finite(jnp.max(g_RP, axis=1))
     exp_RP = jnp.exp(g_RP - ref_R[:, None])
-    return (exp_RP * slope_RP).astype(context_RQ.dtype), jnp.sum(exp_RP, axis=1)
+    e_RP = (exp_RP * slope_RP).astype(context_RQ.dtype)
+    return e_RP, jnp.sum(exp_RP, axis=1), ref_R
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -231,10 +233,13 @@ def _cast(options, context_TKE, vocabulary):
 def _masked_lse(g_CKV, options):
     live_V = shards.live_rows(g_CKV.shape[-1], options)
     g_CKV = jnp.where(live_V[None, None], g_CKV, -jnp.inf)
-    top_CK = jnp.max(g_CKV, axis=-1)
-    # A shard may hold nothing but padding; its maximum is then -inf.
-    top_CK = jnp.where(jnp.isneginf(top_CK), jnp.finfo(top_CK.dtype).min, top_CK)
+    top_CK = _finite(jnp.max(g_CKV, axis=-1))
     return top_CK + jnp.log(jnp.sum(jnp.exp(g_CKV - top_CK[:, :, None]), axis=-1))
+
+
+def _finite(top):
+    """Maxima; where a shard holds nothing but padding or words of bias -inf, finite."""
+    return jnp.where(jnp.isneginf(top), jnp.finfo(top.dtype).min, top)
 
 
 def _probabilities(g_CKV, lse_CK, options):

@@ -41,13 +41,13 @@ def of(
         (
             context[:, n],
             jax.tree.map(lambda array, n=n: array[n::classes], vocabulary),
-            own_options(options, rows, n, classes),
+            _own_options(options, rows, n, classes),
         )
         for n in range(classes)
     ]
 
 
-def own_options(options: Options, rows: int, n: int, classes: int) -> Options:
+def _own_options(options: Options, rows: int, n: int, classes: int) -> Options:
     """The options for class n of a local table of so many rows."""
     if classes == 1:
         return options
@@ -88,6 +88,11 @@ def lse(
         of_class(context_TKE, words, activation, own)
         for context_TKE, words, own in of(context, vocabulary, options)
     ]
+    return joint_lse(each)
+
+
+def joint_lse(each: Sequence[jax.Array]) -> jax.Array:
+    """Log-normalizers over all classes from those over each, [T, K]."""
     return each[0] if len(each) == 1 else jax.nn.logsumexp(jnp.stack(each), axis=0)
 
 

@@ -7,6 +7,11 @@ training E leaves in bfloat16 with float32 row sums of the unrounded values, for
 evaluation only a maximum and a sum of each tile leave. XLA adds up the tiles, in order,
 and computes the other two products, at which its library is near the machine's peak.
 
+References are the labels' scores, as a rule near the largest. Rows whose sum shows that
+theirs is too low, by `FAR` nats, are done again with their normalizers, in place and
+for their tiles of rows alone. How many there are is known to the device only: two more
+calls, which find nothing to do, cost less than the host's waiting would.
+
 One block of threads is three warpgroups: one copies tiles into a ring in shared memory,
 two multiply, each half of the tile's rows. The grid is persistent, one block a
 multiprocessor, rows fastest, so that a tile of the table stays in the cache. All
@@ -50,6 +55,8 @@ BLOCK_WORDS = 256
 BLOCK_WIDTH = 64
 STAGES = 3
 OUT_WORDS = 64
+# exp(40) leaves as much room again, on either side, for what E is multiplied with.
+FAR = 40.0
 
 _INTERPRET = contextvars.ContextVar("interpret", default=None)
 
@@ -85,11 +92,35 @@ def interpreted() -> Iterator[None]:
         _INTERPRET.reset(token)
 
 
-def _first_product(context_RQ, table_PQ, bias_P, ref_R, activation, options):
-    """E [R, P] and the row sums S [R]; sizes are multiples of the tiles'."""
-    inputs = (context_RQ, table_PQ, bias_P, ref_R)
-    e_RP, sum_NR = _call(activation, options, *inputs)
-    return e_RP, jnp.sum(sum_NR, axis=0)
+def _first_product(context_RQ, table_PQ, bias_P, near_R, activation, options):
+    """E [R, P], row sums and references [R]; sizes are multiples of the tiles'."""
+    call = functools.partial(_call, activation, options)
+    tables = (context_RQ, table_PQ, bias_P)
+    e_RP, sum_NR = call(_Inputs(*tables, near_R))
+    total_R = jnp.sum(sum_NR, axis=0)
+    far_R, which = _far_tiles(total_R)
+    # What these give for other rows was never written.
+    lse_R = _combined(*call(_Inputs(*tables, which=which)))
+    ref_R = jnp.where(far_R, lse_R, near_R)
+    e_RP, sum_NR = call(_Inputs(*tables, ref_R, which, e_RP))
+    return e_RP, jnp.where(far_R, jnp.sum(sum_NR, axis=0), total_R), ref_R
+
+
+def _far_tiles(total_R):
+    """The rows of tiles that are done again; how many tiles and then which, int32."""
+    far_R = ~(total_R <= jnp.exp(FAR))
+    far_I = jnp.any(far_R.reshape(-1, BLOCK_ROWS), axis=1)
+    tile_I = jnp.arange(far_I.size)
+    order_I = jnp.sort(jnp.where(far_I, tile_I, tile_I + far_I.size))
+    which = jnp.concatenate([jnp.sum(far_I, keepdims=True), order_I])
+    return jnp.repeat(far_I, BLOCK_ROWS), which.astype(jnp.int32)
+
+
+def _combined(top_NR, sum_NR):
+    """Normalizers [R] from the maxima and sums of tiles, which are in base 2."""
+    top_R = jnp.max(top_NR, axis=0)
+    total_R = jnp.sum(sum_NR * jnp.exp2(top_NR - top_R[None]), axis=0)
+    return (top_R + jnp.log2(total_R)) / LOG2_E
 
 
 ROUTE = exponential.Route(
@@ -110,10 +141,9 @@ def _fused_lse(activation, options, context_TKE, vocabulary):
     more = table_PQ.shape[0] - bias_V.size
     bias_P = jnp.pad(bias_V, (0, more), constant_values=DEAD)
     # Kernel code is one for both uses; here the references are the tiles' own maxima.
-    top_NR, sum_NR = _call(activation, options, context_RQ, table_PQ, bias_P)
-    top_R = jnp.max(top_NR, axis=0)
-    total_R = jnp.sum(sum_NR * jnp.exp2(top_NR - top_R[None]), axis=0)
-    lse_R = (top_R + jnp.log2(total_R)) / LOG2_E
+    lse_R = _combined(
+        *_call(activation, options, _Inputs(context_RQ, table_PQ, bias_P))
+    )
     return lse_R[: tokens * components].reshape(tokens, components)
 
 
@@ -123,9 +153,7 @@ def _lse_forward(activation, options, context_TKE, vocabulary):
 
 
 def _lse_backward(activation, options, saved, lse_bar_TK):
-    theta = jax.tree.map(jnp.asarray, activation.theta)
-    saved = (theta, *saved)
-    return blocked.lse_backward(activation.apply, options, saved, lse_bar_TK)[1:]
+    return exponential.lse_backward(ROUTE, activation, options, saved, lse_bar_TK)
 
 
 _fused_lse.defvjp(_lse_forward, _lse_backward)
@@ -152,17 +180,33 @@ def _pad(array_RE, rows, width):
     return jnp.pad(array_RE, ((0, more[0]), (0, more[1])))
 
 
+class _Inputs(NamedTuple):
+    """What the kernel is given.
+
+    Without references (`ref_R`) it is for evaluation. With `which`, a number and then
+    numbers of tiles of rows, it computes these and leaves the others of `e_RP` as they
+    are.
+    """
+
+    context_RQ: Any
+    table_PQ: Any
+    bias_P: Any
+    ref_R: Any = None
+    which: Any = None
+    e_RP: Any = None
+
+
 class _Refs(NamedTuple):
     """What the kernel reads and writes in global memory.
 
-    Without references (`ref_R`) it is for evaluation, and `first_out` is [N, R] maxima
-    of tiles instead of E [R, P].
+    `first_out` is E [R, P] or, for evaluation, [N, R] maxima of tiles.
     """
 
     context_RQ: Any
     table_PQ: Any
     bias_P: Any
     ref_R: Any
+    which: Any
     first_out: Any
     sum_NR: Any
 
@@ -176,36 +220,46 @@ class _Scratch(NamedTuple):
     out: Any = None
 
 
-def _call(activation, options, *inputs):
-    """Run the kernel on (context, table, bias[, ref]); under `vmap`, once for each."""
-    matrices, vectors = inputs[:2], inputs[2:]
-    vectors = [vector.astype(jnp.float32) * LOG2_E for vector in vectors]
+def _call(activation, options, inputs):
+    """Run the kernel: E or maxima, and sums; under `vmap`, once for each element."""
+    inputs = inputs._replace(
+        bias_P=_base2(inputs.bias_P),
+        ref_R=None if inputs.ref_R is None else _base2(inputs.ref_R),
+    )
     # A device that is described by hand may not say how many: as many as an H200.
     processors = options.device.multiprocessors or 132
     run = functools.partial(_kernel_call, activation, processors, _INTERPRET.get())
-    return jax.custom_batching.sequential_vmap(run)(*matrices, *vectors)
+    return jax.custom_batching.sequential_vmap(run)(inputs)
 
 
-def _kernel_call(activation, processors, interpret, *inputs):
-    (rows, _), (words, _) = inputs[0].shape, inputs[1].shape
-    store = len(inputs) == 4
+def _base2(vector):
+    return vector.astype(jnp.float32) * LOG2_E
+
+
+def _kernel_call(activation, processors, interpret, inputs):
+    (rows, _), (words, _) = inputs.context_RQ.shape, inputs.table_PQ.shape
     tiles = words // BLOCK_WORDS
-    axes = jax.typeof(inputs[0]).manual_axis_type
+    axes = jax.typeof(inputs.context_RQ).manual_axis_type
 
     def shape(sizes, dtype):
         return jax.ShapeDtypeStruct(sizes, dtype, manual_axis_type=axes)
 
-    def body(*refs):
-        inputs, outputs = refs[:-2], refs[-2:]
-        refs = _Refs(*inputs, *(() if store else (None,)), *outputs)
-        _kernel(activation, refs)
-
     stats = shape((tiles, rows), jnp.float32)
-    first = shape((rows, words), inputs[0].dtype) if store else stats
+    outputs = [stats if inputs.ref_R is None else shape((rows, words), jnp.bfloat16)]
+    if inputs.e_RP is not None:
+        # A reference is written in place, as an output that it already has.
+        inputs, outputs = inputs._replace(e_RP=jax.new_ref(inputs.e_RP)), []
+    given, structure = jax.tree.flatten(inputs)
+
+    def body(*refs):
+        named = jax.tree.unflatten(structure, refs[: len(given)])
+        first_out, sum_NR = (named.e_RP, *refs[len(given) :])[-2:]
+        _kernel(activation, _Refs(*named[:-1], first_out, sum_NR))
+
     jobs = tiles * (rows // BLOCK_ROWS)
-    return plgpu.kernel(
+    results = plgpu.kernel(
         body,
-        out_type=[first, stats],
+        out_type=[*outputs, stats],
         grid=(min(jobs, 2 if interpret else processors),),
         grid_names=("blocks",),
         num_threads=3,
@@ -217,12 +271,17 @@ def _kernel_call(activation, processors, interpret, *inputs):
             approx_math=activation.apply is activations.identity,
         ),
         **({"interpret": interpret} if interpret else {}),
-    )(*inputs)
+    )(*given)
+    if inputs.e_RP is None:
+        return results
+    return jax.freeze(inputs.e_RP), results[0]
 
 
 def _kernel(activation, refs):
     """One persistent block: tiles of 128 rows by 256 words, one by one."""
     row_tiles = refs.context_RQ.shape[0] // BLOCK_ROWS
+    if refs.which is not None:
+        row_tiles = refs.which[0]
     word_tiles = refs.table_PQ.shape[0] // BLOCK_WORDS
     pipeline = _pipeline(refs.context_RQ, _nothing, _nothing)
 
@@ -239,6 +298,8 @@ def _kernel(activation, refs):
         def job(loop):
             word_tile = lax.div(loop.index[0], row_tiles)
             row_tile = lax.rem(loop.index[0], row_tiles)
+            if refs.which is not None:
+                row_tile = refs.which[1 + row_tile]
             place = (me, row_tile, word_tile)
             _tile(activation, refs, _Scratch(**scratch), ring, place)
 

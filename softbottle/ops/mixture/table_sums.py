@@ -53,36 +53,46 @@ def zeros(
     return shards.vary_over(axes, nothing)[0]
 
 
-def add(
+def add_products(
     sums: Sequence[Sums],
     es: Sequence[jax.Array],
     by_class: Sequence[jax.Array],
+    scales: Sequence[jax.Array],
+) -> tuple[Sums, ...]:
+    """The third product of each class."""
+    return tuple(
+        _add_product(own, e_RP, _scaled(own, cast_CKE, scale_CK)[1], cast_CKE.shape[2])
+        for own, e_RP, cast_CKE, scale_CK in zip(
+            sums, es, by_class, scales, strict=True
+        )
+    )
+
+
+def add_labels(
+    sums: Sequence[Sums],
     own_CKE: jax.Array,
     factors: tuple[jax.Array, jax.Array, jax.Array],
     label_C: jax.Array,
     owned_C: jax.Array,
 ) -> tuple[Sums, ...]:
-    """The third product of each class, and the labels' part put right."""
+    """The labels' part of the third product put right."""
     scale_CK, stored_CK, delta_CK = factors
-    wide, dtype = scale_CK.dtype, es[0].dtype
-    columns = max(sums[0].table_PM.shape[1], own_CKE.shape[2] + 1)
-
-    def scaled(cast_CKE):
-        # A column of ones beside the contexts gives the bias its gradient.
-        ones_CK1 = jnp.ones((*cast_CKE.shape[:2], 1), wide)
-        context_CKM = jnp.concatenate([cast_CKE.astype(wide), ones_CK1], axis=-1)
-        context_CKM = pad_width(context_CKM, columns)
-        return context_CKM, (scale_CK[:, :, None] * context_CKM).astype(dtype)
-
-    added = [
-        _add_product(own, e_RP, scaled(cast_CKE)[1], own_CKE.shape[2])
-        for own, e_RP, cast_CKE in zip(sums, es, by_class, strict=True)
-    ]
-    context_CKM, scaled_CKM = scaled(own_CKE)
+    context_CKM, scaled_CKM = _scaled(sums[0], own_CKE, scale_CK)
     update_CKM = delta_CK[:, :, None] * context_CKM
-    update_CKM -= stored_CK[:, :, None] * scaled_CKM.astype(wide)
+    update_CKM -= stored_CK[:, :, None] * scaled_CKM.astype(update_CKM.dtype)
     update_CM = jnp.sum(update_CKM, axis=1)
-    return _add_rows(added, label_C, owned_C, update_CM, own_CKE.shape[2], dtype)
+    width, dtype = own_CKE.shape[2], own_CKE.dtype
+    return _add_rows(sums, label_C, owned_C, update_CM, width, dtype)
+
+
+def _scaled(sums, cast_CKE, scale_CK):
+    """The contexts with what gives the bias its gradient, plain and scaled."""
+    wide = scale_CK.dtype
+    columns = max(sums.table_PM.shape[1], cast_CKE.shape[2] + 1)
+    ones_CK1 = jnp.ones((*cast_CKE.shape[:2], 1), wide)
+    context_CKM = jnp.concatenate([cast_CKE.astype(wide), ones_CK1], axis=-1)
+    context_CKM = pad_width(context_CKM, columns)
+    return context_CKM, (scale_CK[:, :, None] * context_CKM).astype(cast_CKE.dtype)
 
 
 def _add_product(sums, e_RP, scaled_CKM, width):
