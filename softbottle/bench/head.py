@@ -6,6 +6,7 @@ check takes fewer tokens. Kinds:
 
     loss         the mean nll and its gradient by prior, context, table and bias
     evaluation   nll per token, forward only
+    per token    nll per token and, by a cotangent of each, its gradient
     products     the three bfloat16 GEMMs alone: nothing between them, all padded
     ceiling      a square bfloat16 GEMM: the speed that others are a fraction of
 
@@ -141,6 +142,16 @@ def _evaluation(task, case):
     return _against_truth(task, case, function, check_nll)
 
 
+def _per_token(task, case):
+    options = options_of(task)
+
+    def mean(inputs, labels_T):
+        return jnp.mean(api.nll(*inputs.paired, labels_T, options=options))
+
+    function = jax.jit(jax.value_and_grad(mean))
+    return _against_truth(task, case, function, check_gradient)
+
+
 def _against_truth(task, case, function, check):
     dense = DENSE_ARRAYS * 4 * case.tokens * case.components * case.vocab
     if task["implementation"] == "reference" and dense > _capacity():
@@ -222,6 +233,7 @@ def _ceiling(task, case):
 KINDS = {
     "loss": _loss,
     "evaluation": _evaluation,
+    "per token": _per_token,
     "products": _products,
     "ceiling": _ceiling,
 }

@@ -9,6 +9,7 @@ Row = dict[str, Any]
 MODULES = {
     "loss": "head",
     "evaluation": "head",
+    "per token": "head",
     "products": "head",
     "ceiling": "head",
     "layer": "layer",

@@ -289,6 +289,8 @@ def _ours(case, implementations, sweep, heads):
         return tasks
     first = {"implementation": implementations[0]}
     tasks.append(ours(f"{implementations[0]}, evaluation", "evaluation", 1, **first))
+    # It takes four products; three are what the gradient needs.
+    tasks.append(ours(f"{implementations[0]}, per token", "per token", 3, **first))
     tasks.append(ours("bare products", "products", 3, "bare"))
     if case.components > 1:
         single = case._replace(components=1)

@@ -11,8 +11,8 @@ def test_a_race_from_the_command_line_prints_a_table_and_writes_json(tmp_path):
     code, output, errors = commands.finish(race)
     assert code == 0, errors
     result = json.loads((tmp_path / "out.json").read_text())
-    names = ["blocked", "blocked, evaluation", "bare products", "softmax"]
-    names += ["partition-4"]
+    names = ["blocked", "blocked, evaluation", "blocked, per token"]
+    names += ["bare products", "softmax", "partition-4"]
     assert [row["variant"] for row in result["rows"]] == names
     lines = (tmp_path / "out.jsonl").read_text().splitlines()
     assert [json.loads(line).get("variant") for line in lines[-len(names) :]] == names

@@ -56,11 +56,11 @@ def test_a_race_has_a_row_for_each_variant_with_what_it_was_checked_by():
     names = ["blocked", "auto", "reference"]
     result = race.head(worker.in_process, [], names, [], seconds=0.01)
     rows = rows_of(result)
-    beside = {"blocked, evaluation", "bare products", "softmax"}
+    beside = {"blocked, evaluation", "blocked, per token", "bare products", "softmax"}
     assert set(rows) == {*names, *beside}
     assert all(row["status"] == "ok" for row in rows.values())
     work = 2 * 11 * 3 * 7 * 37
-    for name in names:
+    for name in [*names, "blocked, per token"]:
         row = rows[name]
         assert row["flop"] == 3 * work and row["checked_tokens"] == 11
         assert row["tflops"] == pytest.approx(row["flop"] / row["ms"] / 1e9)
