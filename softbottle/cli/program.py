@@ -15,6 +15,7 @@ this module prints the one line and exits with status 2.
 
 import importlib.util
 import math
+import os
 import pathlib
 import re
 import sys
@@ -25,8 +26,8 @@ from typing import NoReturn
 if _missing := [
     name
     for name in (
-        *("absl", "flax", "matplotlib", "ml_collections", "ml_dtypes", "optax"),
-        *("orbax", "tqdm"),
+        *("absl", "filelock", "flax", "matplotlib", "ml_collections", "ml_dtypes"),
+        *("optax", "orbax", "tqdm"),
     )
     if importlib.util.find_spec(name) is None
 ]:
@@ -47,9 +48,13 @@ from softbottle.cli import configs, help_page
 from softbottle.training.checkpoint import CheckpointError
 from softbottle.training.metrics import NonFiniteLossError, WriteError
 
-__all__ = ["app", "define_config", "define_float", "flags", "run"]
+__all__ = [
+    *("app", "define_compilation_cache", "define_config", "define_float"),
+    *("flags", "run"),
+]
 
 REFUSED, FAILED, INTERRUPTED = 2, 1, 130
+CACHE_BYTES = 4 * 2**30
 TRACEBACK = flags.DEFINE_bool(
     "traceback", False, "Show where in the code an error was raised."
 )
@@ -78,6 +83,15 @@ def define_config(about: str = "") -> flags.FlagHolder[config_lib.Config]:
         help_string="A Python file, the name of one that comes with softbottle "
         f"({', '.join(configs.files())}), or a run's config.json{about}; "
         "FILE:ARGUMENT picks a variant.",
+    )
+
+
+def define_compilation_cache() -> flags.FlagHolder[str]:
+    """The flag --compilation_cache: the command keeps its compiled programs there."""
+    return flags.DEFINE_string(
+        "compilation_cache",
+        "~/.cache/softbottle/compiled",
+        f"For compiled programs, {CACHE_BYTES >> 30} GiB; none: not kept.",
     )
 
 
@@ -111,10 +125,33 @@ def run(command: types.ModuleType) -> NoReturn:
             raise app.UsageError(f"not understood: {' '.join(arguments[1:])}")
         # Orbax logs every step of its work at level info.
         logging.set_verbosity(logging.WARNING)
+        if "compilation_cache" in flags.FLAGS:
+            _keep_compiled(flags.FLAGS.compilation_cache)
         return command.main()
 
     app.run(_with_one_line_errors(call), flags_parser=_with_one_line_errors(parse))
     raise AssertionError("app.run exits")
+
+
+def _keep_compiled(folder):
+    """Have jax keep what takes a second to compile or more; its own settings go first.
+
+    What the programs were compiled for, the processor included, is part of their keys.
+    """
+    if folder.lower() == "none" or os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        return
+    path = pathlib.Path(folder).expanduser()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        print(f"compiled programs are not kept: {error}", file=sys.stderr)
+        return
+    settings = {"compilation_cache_dir": str(path)}
+    settings["compilation_cache_max_size"] = CACHE_BYTES
+    for name, value in settings.items():
+        jax.config.update(f"jax_{name}", value)
+        # For the processes that a command starts.
+        os.environ[f"JAX_{name.upper()}"] = str(value)
 
 
 def _parse(arguments):

@@ -19,6 +19,7 @@ from softbottle.analysis.instruments import rank
 from softbottle.analysis.settings import Precision, Settings
 from softbottle.analysis.sources import hugging_face, llama
 from softbottle.analysis.sources.reading import Reading
+from softbottle.cli import program
 from softbottle.cli.program import app, flags
 
 WORKDIRS = flags.DEFINE_multi_string("workdir", [], "A run; give several to compare.")
@@ -69,6 +70,7 @@ DIMENSIONS = flags.DEFINE_integer(
 PRECISION = flags.DEFINE_enum(
     "precision", "float32", rank.PRECISIONS, "Of the log-probabilities, for their rank."
 )
+program.define_compilation_cache()
 
 
 def main() -> None:

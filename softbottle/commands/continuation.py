@@ -34,6 +34,7 @@ TOP_P = program.define_float(
     "top_p", 0.95, "Nucleus: keep words of this mass.", lower_bound=0.0, upper_bound=1.0
 )
 SEEDS = flags.DEFINE_list("seeds", ["0", "1", "42"], "Of the drawing.")
+program.define_compilation_cache()
 
 
 def main() -> None:

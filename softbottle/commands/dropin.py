@@ -18,6 +18,7 @@ CONFIG = program.define_config(", whose head is not read")
 WORKDIR = flags.DEFINE_string("workdir", None, "Where it all goes.", required=True)
 RIVALS = flags.DEFINE_list("rivals", ["mos"], f"Of {', '.join(dropin.RIVALS)}.")
 SEEDS = flags.DEFINE_integer("seeds", 3, "Models per head and setting.", lower_bound=2)
+program.define_compilation_cache()
 
 
 def main() -> None:

@@ -73,6 +73,7 @@ SHARE = program.define_float(
     lower_bound=0.0,
     upper_bound=1.0,
 )
+program.define_compilation_cache()
 
 
 def main() -> None:

@@ -37,6 +37,7 @@ SEEDS = flags.DEFINE_list(
 )
 DRAW = flags.DEFINE_bool("draw", False, "Train nothing; draw what there is.")
 KEEP = flags.DEFINE_bool("keep", False, "Keep the folders of finished runs.")
+program.define_compilation_cache()
 
 
 def main() -> None:

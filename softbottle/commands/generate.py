@@ -36,6 +36,7 @@ SEED = flags.DEFINE_integer(
     lower_bound=0,
     upper_bound=2**32 - 1,
 )
+program.define_compilation_cache()
 
 
 def main() -> None:

@@ -29,6 +29,7 @@ BESIDE = flags.DEFINE_string(
     "beside", None, "The sweep.json of another language, to be drawn beside this one."
 )
 SEEDS = flags.DEFINE_integer("seeds", 3, "How many seeds.", lower_bound=1)
+program.define_compilation_cache()
 
 
 def main() -> None:

@@ -3,14 +3,12 @@
     softbottle train --config quickstart
     softbottle train --config ptb:mos --config.data.path=data/ptb --workdir runs/mine
     softbottle train --config my/own.py --config.train.steps=1000
-    softbottle train --config runs/mine/config.json
     softbottle train --config lm1b:mos --config.mesh.data=none --distributed
 
 Started again with the same --workdir, or with its config.json, a run resumes from its
 newest checkpoint. Ctrl-C and SIGTERM save one and leave. With --distributed it uses
-every device of every process: on TPU pods, under Slurm and under mpirun jax finds the
-others by itself; elsewhere --coordinator, --processes and --process say who is who.
---workdir must then be a folder that all of them share.
+every device of every process, which share --workdir: on TPU pods, under Slurm and under
+mpirun jax finds the others; elsewhere --coordinator, --processes and --process do.
 """
 
 import pathlib
@@ -49,6 +47,7 @@ STOPPED_STATUS = flags.DEFINE_integer(
     lower_bound=0,
     upper_bound=125,
 )
+program.define_compilation_cache()
 
 
 def main() -> int:

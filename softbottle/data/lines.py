@@ -68,6 +68,7 @@ class Lines:
         self._lines, self._eos = split(ids, eos, length, answers), eos
         if len(self._lines) < rows:
             raise ValueError(f"{len(self._lines)} lines are too few for {rows} rows.")
+        self.widths = (length,)
         self._shape, self._answers, self._seed = (rows, length), answers, seed
         self._epoch = self._batches = 0
         # The epoch, and the order of its lines.

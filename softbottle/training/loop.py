@@ -240,10 +240,18 @@ def _loop(trainer, state, history):
         stopping.watch() as asked_to_stop,
         contextlib.closing(report),
         contextlib.closing(trace),
+        contextlib.ExitStack() as stack,
     ):
+        compiling = None
         while _continues(train, step, stream.epoch, history):
             epoch, position = stream.epoch, stream.position
             batch = sharding.to_mesh(trainer.mesh, stream.next(), rows)
+            if compiling is None and trainer.mesh is None and len(stream.widths) > 1:
+                compiling = stack.enter_context(
+                    step_lib.compiling(trainer.step, state, batch, stream.widths)
+                )
+            if compiling is not None:
+                compiling[batch.ids_BS.shape[1]].result()
             state, measured = trainer.step(state, batch, stream.starts_epoch)
             # Sent for together, and on their way while the next step runs.
             for value in measured.values():

@@ -4,6 +4,11 @@ The key of a step is a function of (seed, step). On a mesh every array of the st
 one place (sharding.py), before a step and after it, so that a step is compiled once.
 """
 
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from concurrent import futures
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -13,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from softbottle import config as config_lib
 from softbottle import model as model_lib
 from softbottle import sharding
+from softbottle.data.batches import Batch
 from softbottle.training import optim
 from softbottle.training.state import TrainState
 
@@ -74,6 +80,44 @@ def make_step(
         in_shardings=(placed, sharding.by_rows(mesh, 0), None),
         out_shardings=(placed, sharding.everywhere(mesh, 0)),
     )
+
+
+@contextlib.contextmanager
+def compiling(
+    step: jax.stages.Wrapped, state: TrainState, batch: Batch, widths: Sequence[int]
+) -> Iterator[dict[int, futures.Future]]:
+    """Compile a step for batches of several widths side by side, one per core.
+
+    Args:
+        step: what `make_step` gives, without a mesh.
+        state: as the first step takes it; only shapes and places are read.
+        batch: the first one, whose width is compiled first.
+        widths: how many columns batches may have.
+
+    Yields:
+        For each width what has a result once `step` need not be compiled for it. What
+        is not begun when the context ends is left.
+    """
+    first = batch.ids_BS.shape[1]
+
+    def compiled(width):
+        columns = jax.tree.map(
+            lambda array: jax.ShapeDtypeStruct((len(array), width), array.dtype), batch
+        )
+        return step.lower(like, columns, True).compile()
+
+    like = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=leaf.sharding, weak_type=leaf.weak_type
+        ),
+        state,
+    )
+    pool = futures.ThreadPoolExecutor(os.cpu_count())
+    try:
+        order = sorted(widths, key=lambda width: width != first)
+        yield {width: pool.submit(compiled, width) for width in order}
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def init_state(

@@ -1,3 +1,4 @@
+import os
 import sys
 import types
 
@@ -15,6 +16,38 @@ def status_of(monkeypatch, main):
     with pytest.raises(SystemExit) as end:
         program.run(command)
     return end.value.code
+
+
+@pytest.fixture
+def cache_settings(monkeypatch):
+    """jax's settings of the cache, restored; the environment names none."""
+    names = ("jax_compilation_cache_dir", "jax_compilation_cache_max_size")
+    before = {name: getattr(jax.config, name) for name in names}
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_MAX_SIZE", "0")
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_MAX_SIZE")
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+def test_compiled_programs_are_kept_unless_it_is_said_otherwise(
+    tmp_path, monkeypatch, cache_settings, capsys
+):
+    before = jax.config.jax_compilation_cache_dir
+    program._keep_compiled("none")
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "elsewhere")
+    program._keep_compiled(str(tmp_path / "compiled"))
+    assert jax.config.jax_compilation_cache_dir == before
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
+    (tmp_path / "file").touch()
+    program._keep_compiled(str(tmp_path / "file" / "compiled"))
+    assert "compiled programs are not kept: " in capsys.readouterr().err
+    program._keep_compiled(str(tmp_path / "compiled"))
+    assert jax.config.jax_compilation_cache_dir == str(tmp_path / "compiled")
+    assert jax.config.jax_compilation_cache_max_size == program.CACHE_BYTES
+    # So that processes which a command starts keep theirs there, too.
+    assert os.environ["JAX_COMPILATION_CACHE_DIR"] == str(tmp_path / "compiled")
 
 
 def test_a_lack_of_memory_is_one_line_with_what_helps(monkeypatch, capsys):
