@@ -17,7 +17,7 @@ exponential.py describes. An activation with parameters to learn goes by float l
 where r[t, k] is the posterior of component k given the label. All equal reference.py
 to rounding; without learned segments they give the same bits twice.
 
-Axes: P words and Q width, both padded.
+Axes: N classes of words; P words and Q width, both padded.
 """
 
 import functools
@@ -72,15 +72,15 @@ def route(options: Options) -> exponential.Route:
     return exponential.Route(_first_product, _lse, (1, 1, 1), 1)
 
 
-def _first_product(context_RQ, table_PQ, bias_P, near_R, activation, options):
-    """E [R, P], its row sums [R] before rounding and the references; exponential.py."""
+def _first_product(context_NRQ, table_NPQ, bias_NP, near_R, activation, options):
+    """E, its row sums before rounding, and the rows' maxima; see exponential.py."""
     del options
-    z_RP = products.product(context_RQ, table_PQ, (1, 1), near_R.dtype)
-    g_RP, slope_RP = likelihood.with_slope(activation, z_RP + bias_P[None])
-    ref_R = _finite(jnp.max(g_RP, axis=1))
-    exp_RP = jnp.exp(g_RP - ref_R[:, None])
-    e_RP = (exp_RP * slope_RP).astype(context_RQ.dtype)
-    return e_RP, jnp.sum(exp_RP, axis=1), ref_R
+    z_NRP = products.product(context_NRQ, table_NPQ, (2, 2), near_R.dtype)
+    g_NRP, slope_NRP = likelihood.with_slope(activation, z_NRP + bias_NP[:, None])
+    ref_NR = _finite(jnp.max(g_NRP, axis=2))
+    exp_NRP = jnp.exp(g_NRP - ref_NR[:, :, None])
+    e_NRP = (exp_NRP * slope_NRP).astype(context_NRQ.dtype)
+    return e_NRP, jnp.sum(exp_NRP, axis=2), ref_NR
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -96,22 +96,36 @@ def joint_lse(each: Sequence[jax.Array]) -> jax.Array:
     return each[0] if len(each) == 1 else jax.nn.logsumexp(jnp.stack(each), axis=0)
 
 
-def joined(by_class: Sequence[jax.Array]) -> jax.Array:
-    """Rows in the order of the table from those of every class."""
-    if len(by_class) == 1:
-        return by_class[0]
-    rows, most = sum(map(len, by_class)), len(by_class[0])
+def split(rows_V: jax.Array, classes: int, size: int, fill: float = 0.0) -> jax.Array:
+    """Rows of the table by class, [N, size, ...], filled up."""
+    most = -(-len(rows_V) // classes)
+    filled = _filled(rows_V, most * classes, fill)
+    by_class = jnp.moveaxis(filled.reshape(most, classes, *rows_V.shape[1:]), 1, 0)
+    return _filled(by_class, size, fill, axis=1)
 
-    def fill(array):
-        beyond = ((0, most - len(array)), *((0, 0),) * (array.ndim - 1))
-        return jnp.pad(array, beyond)
 
-    stacked = jnp.stack([fill(array) for array in by_class], axis=1)
+def unsplit(by_class: jax.Array, rows: int) -> jax.Array:
+    """The first rows of the table from what `split` gives."""
+    most = -(-rows // len(by_class))
+    stacked = jnp.moveaxis(by_class[:, :most], 0, 1)
     return stacked.reshape(-1, *stacked.shape[2:])[:rows]
 
 
-def memberships(label_C: jax.Array, count: int) -> list[jax.Array]:
-    """Which labels are of each class, [C, 1]; all, if there is one."""
-    if count == 1:
-        return [jnp.ones((1, 1), bool)]
-    return [(label_C % count == n)[:, None] for n in range(count)]
+def joined(by_class: Sequence[jax.Array]) -> jax.Array:
+    """Rows in the order of the table from those of every class."""
+    most = len(by_class[0])
+    stacked = jnp.stack([_filled(array, most, 0) for array in by_class])
+    return unsplit(stacked, sum(map(len, by_class)))
+
+
+def of_class(array_NC: jax.Array, labels_C: jax.Array) -> jax.Array:
+    """Of an array by class and token, what is of the class of each token's label."""
+    if len(array_NC) == 1:
+        return array_NC[0]
+    return array_NC[labels_C % len(array_NC), jnp.arange(len(labels_C))]
+
+
+def _filled(array, size, fill, axis=0):
+    beyond = [(0, 0)] * array.ndim
+    beyond[axis] = (0, size - array.shape[axis])
+    return jnp.pad(array, beyond, constant_values=fill)

@@ -28,8 +28,9 @@ never enters a sum, and the same inputs give the same bits.
 The gradient of the normalizers themselves, for any cotangent, is the same with
 scale[r] = cotangent[r] exp(ref[r] - lse[r]) and no label: `lse_backward`.
 
-Words in classes (classes.py) have three products and a reference for each class, on its
-own words and contexts, under one normalizer.
+Words in classes (classes.py) have products and references of their own for each class,
+on its words and contexts, under one normalizer. All arrays have an axis for them; most
+heads have one class.
 
 Words elsewhere (arrays.py) only add to the normalizers that `scale` has; where one of
 them is the label, delta is 0. Their own gradients are
@@ -37,7 +38,8 @@ them is the label, delta is 0. Their own gradients are
     d lse_elsewhere[r] = weight[token] posterior[r] exp(lse_elsewhere[r] - lse[r])
     d score[r]         = -weight[token] posterior[r]        where the label is theirs.
 
-Axes: P words; Q, F and M the width, padded for the first, second and third product.
+Axes: N classes of words; P words of a class; Q, F and M the width, padded for the
+first, second and third product.
 """
 
 import functools
@@ -63,8 +65,8 @@ class Route(NamedTuple):
     """How a platform computes the products, and the sizes that it likes.
 
     Attributes:
-        first: (context_RQ, table_PQ, bias_P, near_R, activation, options) ->
-            (E_RP, sum_R, ref_R), where near_R are scores, usually near the largest.
+        first: (context_NRQ, table_NPQ, bias_NP, near_R, activation, options) ->
+            (E_NRP, sum_NR, ref_NR), where near_R are scores, usually near the largest.
         lse: (context_TKE, vocabulary, activation, options) -> normalizers [T, K].
         multiples: what rows, words and width of the first product are padded to.
         width: what the width of the third product is padded to.
@@ -115,15 +117,14 @@ def _loss(route, activation, options, mixture, vocabulary, targets, elsewhere):
 
 def _loss_forward(route, activation, options, mixture, vocabulary, targets, elsewhere):
     context_TKE, table_VE = mixture.context_TKE, vocabulary.table_VE
-    parts = classes.of(context_TKE, vocabulary, options)
-    padded = tuple(_pad(route, *part) for part in parts)
-    whole = Vocabulary(table_VE.astype(padded[0].table_PQ.dtype), vocabulary.bias_V)
+    padded = _pad(route, context_TKE, vocabulary, options)
+    whole = Vocabulary(table_VE.astype(padded.table_NPQ.dtype), vocabulary.bias_V)
     one_chunk = functools.partial(_chunk, route, activation, options, whole, padded)
 
     def chunk(sums, tokens):
         return one_chunk(sums, *tokens)
 
-    sums = _no_sums(route, context_TKE, padded, table_VE)
+    sums = table_sums.zeros(route.width, context_TKE, padded.bias_NP, table_VE)
     tokens = (mixture, targets, elsewhere)
     count = chunks(route, context_TKE, table_VE, options)
     sums, by_token = likelihood.over_chunks(chunk, sums, tokens, count)
@@ -134,7 +135,7 @@ def _loss_forward(route, activation, options, mixture, vocabulary, targets, else
             -weight_TK.astype(mixture.log_prior_TK.dtype),
             context_bar_TKE.astype(context_TKE.dtype),
         ),
-        table_sums.gradient(sums, [len(part.bias_V) for part in padded], vocabulary),
+        table_sums.gradient(sums, vocabulary),
         (Targets(None, nll_T), elsewhere_bar),
     )
     return likelihood.weighted(targets.weights_T, nll_T), bars
@@ -166,61 +167,55 @@ def lse_backward(
         lse_bar_TK: the cotangent; where it is 0, nothing is read.
     """
     context_TKE, vocabulary, lse_TK = saved
-    part = _pad(route, context_TKE, vocabulary, options)
-    dtype = part.table_PQ.dtype
+    padded = _pad(route, context_TKE, vocabulary, options)
+    dtype = padded.table_NPQ.dtype
 
     def chunk(sums, tokens):
         context_CKE, lse_CK, bar_CK = tokens
         asked_CK = bar_CK != 0
         cast_CKE = jnp.where(asked_CK[:, :, None], context_CKE, 0).astype(dtype)
+        cast_NCKE = cast_CKE[None]
         near_CK = jnp.where(asked_CK, lse_CK, 0.0)
-        e_RP, _, ref_CK = _exponentials(
-            route, activation, options, part, cast_CKE, near_CK
+        e_NRP, _, ref_NCK = _exponentials(
+            route, activation, options, padded, cast_NCKE, near_CK
         )
-        scale_CK = jnp.where(asked_CK, bar_CK * jnp.exp(ref_CK - near_CK), 0.0)
-        product_CKE = _second_product(e_RP, part, cast_CKE, scale_CK.dtype)
-        sums = table_sums.add_products(sums, [e_RP], [cast_CKE], [scale_CK])
-        return sums, scale_CK[:, :, None] * product_CKE
+        factor_NCK = jnp.exp(ref_NCK - near_CK[None])
+        scale_NCK = jnp.where(asked_CK[None], bar_CK[None] * factor_NCK, 0.0)
+        product_NCKE = _second_product(e_NRP, padded, cast_NCKE, scale_NCK.dtype)
+        sums = table_sums.add_products(sums, e_NRP, cast_NCKE, scale_NCK)
+        return sums, (scale_NCK[..., None] * product_NCKE)[0]
 
-    sums = _no_sums(route, context_TKE, [part], vocabulary.table_VE)
+    sums = table_sums.zeros(
+        route.width, context_TKE, padded.bias_NP, vocabulary.table_VE
+    )
     tokens = (context_TKE, lse_TK, lse_bar_TK)
     count = chunks(route, context_TKE, vocabulary.table_VE, options)
     sums, context_bar_TKE = likelihood.over_chunks(chunk, sums, tokens, count)
-    bars = table_sums.gradient(sums, [len(part.bias_V)], vocabulary)
+    bars = table_sums.gradient(sums, vocabulary)
     return context_bar_TKE.astype(context_TKE.dtype), bars
 
 
 class _Padded(NamedTuple):
-    """A class's words in the products' dtype and widths, and what goes with them."""
+    """The words by class, in the products' dtype and widths."""
 
-    bias_V: jax.Array
-    table_PQ: jax.Array
-    table_PF: jax.Array
-    bias_P: jax.Array
+    table_NPQ: jax.Array
+    table_NPF: jax.Array
+    bias_NP: jax.Array
 
 
 def _pad(route, context_TKE, vocabulary, options):
     table_VE, bias_V = vocabulary
-    rows = len(table_VE)
-    wide = sum_dtype(context_TKE, table_VE)
+    rows, count = len(table_VE), classes.count(context_TKE)
+    words = round_up(-(-rows // count), route.multiples[1])
     cast_VE = table_VE.astype(product_dtype(options, context_TKE, table_VE))
     live_V = shards.live_rows(rows, options)
-    masked_V = jnp.where(live_V, bias_V.astype(wide), DEAD)
-    more = (0, round_up(rows, route.multiples[1]) - rows)
-    table_PE = jnp.pad(cast_VE, (more, (0, 0)))
+    bias_V = bias_V.astype(sum_dtype(context_TKE, table_VE))
+    table_NPE = classes.split(cast_VE, count, words)
     return _Padded(
-        bias_V,
-        pad_width(table_PE, route.multiples[2]),
+        pad_width(table_NPE, route.multiples[2]),
         # A library's product wants rows of whole 16 bytes, and needs no more.
-        pad_width(table_PE, min(8, route.width)),
-        jnp.pad(masked_V, (more,), constant_values=DEAD),
-    )
-
-
-def _no_sums(route, context_TKE, padded, table_VE):
-    return tuple(
-        table_sums.zeros(route.width, context_TKE, len(part.table_PQ), table_VE)
-        for part in padded
+        pad_width(table_NPE, min(8, route.width)),
+        classes.split(jnp.where(live_V, bias_V, DEAD), count, words, DEAD),
     )
 
 
@@ -235,49 +230,39 @@ def _chunk(
         own_CKE, whole, labels_C, activation, options
     )
     near_CK = likelihood.beside(score_CK, score_CK, elsewhere)[0]
-    by_class = _each(cast_CKE)
-    es, totals, refs = zip(
-        *(
-            _exponentials(route, activation, options, part, cast, near_CK)
-            for part, cast in zip(padded, by_class, strict=True)
-        ),
-        strict=True,
+    cast_NCKE = cast_CKE[None] if cast_CKE.ndim == 3 else jnp.moveaxis(cast_CKE, 1, 0)
+    e_NRP, total_NCK, ref_NCK = _exponentials(
+        route, activation, options, padded, cast_NCKE, near_CK
     )
-    each = [
-        ref_CK + jnp.log(total_CK)
-        for ref_CK, total_CK in zip(refs, totals, strict=True)
-    ]
-    lse_CK = shards.joint_lse(classes.joint_lse(each), options)
+    lse_CK = classes.joint_lse(list(ref_NCK + jnp.log(total_NCK)))
+    lse_CK = shards.joint_lse(lse_CK, options)
     score_CK, lse_CK = likelihood.beside(score_CK, lse_CK, elsewhere)
     nll_C = likelihood.nll(log_prior_CK, score_CK, lse_CK)
     posterior_CK = likelihood.posterior(log_prior_CK, score_CK, lse_CK, nll_C)
     weight_CK = weights_C[:, None] * posterior_CK
-    scales = [weight_CK * jnp.exp(ref_CK - lse_CK) for ref_CK in refs]
+    scale_NCK = weight_CK[None] * jnp.exp(ref_NCK - lse_CK[None])
 
     label_C, owned_C = shards.local_labels(labels_C, len(whole.table_VE), options)
     if elsewhere is not None:
         owned_C &= ~elsewhere.owned_T
     here_CK = owned_C[:, None] & (weight_CK != 0)
-    members = classes.memberships(label_C, len(es))
-    stored_CK = _of_class(_stored(es, label_C, lse_CK), members)
-    stored_CK = jnp.where(here_CK, stored_CK, 0.0)
+    scale_CK = classes.of_class(scale_NCK, label_C)
+    stored_CK = jnp.where(here_CK, _stored(e_NRP, label_C, lse_CK), 0.0)
     delta_CK = weight_CK * slope_CK * jnp.expm1(score_CK - lse_CK)
     delta_CK = jnp.where(here_CK, delta_CK, 0.0)
-    scale_CK = _of_class(scales, members)
 
-    label_row_CE = whole.table_VE[label_C].astype(lse_CK.dtype)
+    product_NCKE = _second_product(e_NRP, padded, cast_NCKE, lse_CK.dtype)
     of_label_CK = delta_CK - scale_CK * stored_CK
-    bars = []
-    for n, in_class_C1 in enumerate(members):
-        product_CKE = _second_product(es[n], padded[n], by_class[n], lse_CK.dtype)
-        part_CK = jnp.where(in_class_C1, of_label_CK, 0.0)
-        bars.append(scales[n][:, :, None] * product_CKE)
-        bars[n] += part_CK[:, :, None] * label_row_CE[:, None]
-    context_bar_CKE = bars[0] if len(bars) == 1 else jnp.stack(bars, axis=1)
-    sums = table_sums.add_products(sums, es, by_class, scales)
+    class_N1 = jnp.arange(len(scale_NCK))[:, None]
+    of_class_NC = class_N1 == label_C[None] % len(scale_NCK)
+    of_label_NCK = jnp.where(of_class_NC[:, :, None], of_label_CK[None], 0.0)
+    label_row_CE = whole.table_VE[label_C].astype(lse_CK.dtype)
+    context_bar_NCKE = scale_NCK[..., None] * product_NCKE
+    context_bar_NCKE += of_label_NCK[..., None] * label_row_CE[None, :, None]
+    context_bar_CKE = jnp.moveaxis(context_bar_NCKE, 0, 1).reshape(context_CKE.shape)
+    sums = table_sums.add_products(sums, e_NRP, cast_NCKE, scale_NCK)
     factors = (scale_CK, stored_CK, delta_CK)
     sums = table_sums.add_labels(sums, own_CKE, factors, label_C, owned_C)
-    context_bar_CKE = context_bar_CKE.reshape(context_CKE.shape)
     elsewhere_bar = _elsewhere_bar(elsewhere, lse_CK, weight_CK)
     return sums, (context_bar_CKE, nll_C, weight_CK, elsewhere_bar)
 
@@ -294,44 +279,32 @@ def _elsewhere_bar(elsewhere, lse_CK, weight_CK):
     )
 
 
-def _each(context_CKE):
-    """The contexts [C, K, E] of every class."""
-    if context_CKE.ndim == 3:
-        return [context_CKE]
-    return [context_CKE[:, n] for n in range(context_CKE.shape[1])]
+def _stored(e_NRP, label_C, like_CK):
+    """What E holds for the labels' words, [C, K]."""
+    count = len(e_NRP)
+    class_C1, word_C1 = (label_C % count)[:, None], (label_C // count)[:, None]
+    row_CK = jnp.arange(like_CK.size).reshape(like_CK.shape)
+    return e_NRP[class_C1, row_CK, word_C1].astype(like_CK.dtype)
 
 
-def _stored(es, label_C, like_CK):
-    """What the E of every class holds for the labels' words, [C, K]."""
-    rows = jnp.arange(like_CK.size).reshape(like_CK.shape)
-    row_CK = jnp.broadcast_to(label_C[:, None] // len(es), like_CK.shape)
-    return [e_RP[rows, row_CK].astype(like_CK.dtype) for e_RP in es]
+def _second_product(e_NRP, padded, cast_NCKE, dtype):
+    """E @ table, [N, C, K, E]."""
+    _, size, components, width = cast_NCKE.shape
+    product_NRF = product(e_NRP, padded.table_NPF, (2, 1), dtype)
+    return product_NRF[:, : size * components, :width].reshape(cast_NCKE.shape)
 
 
-def _of_class(arrays, members):
-    """Of arrays [C, K] by class, those of the labels' classes."""
-    chosen = arrays[0]
-    for array_CK, in_class_C1 in zip(arrays[1:], members[1:], strict=True):
-        chosen = jnp.where(in_class_C1, array_CK, chosen)
-    return chosen
-
-
-def _second_product(e_RP, part, cast_CKE, dtype):
-    """E @ table, [C, K, E]."""
-    size, components, width = cast_CKE.shape
-    product_RF = product(e_RP, part.table_PF, (1, 0), dtype)
-    return product_RF[: size * components, :width].reshape(cast_CKE.shape)
-
-
-def _exponentials(route, activation, options, part, cast_CKE, near_CK):
-    """E [rows, P] of a class, its sums and references [C, K]."""
-    size, components, width = cast_CKE.shape
-    count = size * components
-    more = (0, round_up(count, route.multiples[0]) - count)
-    context_RE = jnp.pad(cast_CKE.reshape(count, width), (more, (0, 0)))
-    context_RQ = pad_width(context_RE, route.multiples[2])
-    near_R = jnp.pad(near_CK.reshape(count), (more,))
-    tables = (part.table_PQ, part.bias_P)
-    e_RP, *by_row = route.first(context_RQ, *tables, near_R, activation, options)
-    total_CK, ref_CK = (array_R[:count].reshape(near_CK.shape) for array_R in by_row)
-    return e_RP, total_CK, ref_CK
+def _exponentials(route, activation, options, padded, cast_NCKE, near_CK):
+    """E [N, rows, P], its sums and references [N, C, K]."""
+    count, size, components, width = cast_NCKE.shape
+    rows = size * components
+    more = (0, round_up(rows, route.multiples[0]) - rows)
+    context_NRE = cast_NCKE.reshape(count, rows, width)
+    context_NRE = jnp.pad(context_NRE, ((0, 0), more, (0, 0)))
+    context_NRQ = pad_width(context_NRE, route.multiples[2])
+    near_R = jnp.pad(near_CK.reshape(rows), (more,))
+    tables = (padded.table_NPQ, padded.bias_NP)
+    e_NRP, *by_row = route.first(context_NRQ, *tables, near_R, activation, options)
+    shape = cast_NCKE.shape[:3]
+    total_NCK, ref_NCK = (array_NR[:, :rows].reshape(shape) for array_NR in by_row)
+    return e_NRP, total_NCK, ref_NCK

@@ -19,7 +19,8 @@ exponents are in base 2, which is what the hardware computes.
 
 Needs jax 0.11 or newer. Activations with learned segments take the XLA path.
 
-Axes: P words and Q width, both padded to whole tiles.
+Axes: N classes of words; P words and Q width, both padded to whole tiles; I tiles of
+rows; J tiles of words.
 """
 
 import contextlib
@@ -92,18 +93,30 @@ def interpreted() -> Iterator[None]:
         _INTERPRET.reset(token)
 
 
-def _first_product(context_RQ, table_PQ, bias_P, near_R, activation, options):
-    """E [R, P], row sums and references [R]; sizes are multiples of the tiles'."""
+def _first_product(context_NRQ, table_NPQ, bias_NP, near_R, activation, options):
+    """E, row sums and references; sizes are multiples of the tiles'.
+
+    Rows and words of all classes are one below the other; tiles of E are those where a
+    class's rows meet its words.
+    """
+    count, rows, width = context_NRQ.shape
     call = functools.partial(_call, activation, options)
-    tables = (context_RQ, table_PQ, bias_P)
-    e_RP, sum_NR = call(_Inputs(*tables, near_R))
-    total_R = jnp.sum(sum_NR, axis=0)
+    tables = (
+        context_NRQ.reshape(count * rows, width),
+        table_NPQ.reshape(-1, width),
+        bias_NP.reshape(-1),
+    )
+    near_R = jnp.tile(near_R, count)
+    e_RP, sum_JR = call(_Inputs(*tables, near_R), count)
+    total_R = jnp.sum(sum_JR, axis=0)
     far_R, which = _far_tiles(total_R)
     # What these give for other rows was never written.
-    lse_R = _combined(*call(_Inputs(*tables, which=which)))
+    lse_R = _combined(*call(_Inputs(*tables, which=which), count))
     ref_R = jnp.where(far_R, lse_R, near_R)
-    e_RP, sum_NR = call(_Inputs(*tables, ref_R, which, e_RP))
-    return e_RP, jnp.where(far_R, jnp.sum(sum_NR, axis=0), total_R), ref_R
+    e_RP, sum_JR = call(_Inputs(*tables, ref_R, which, e_RP), count)
+    total_R = jnp.where(far_R, jnp.sum(sum_JR, axis=0), total_R)
+    each = (e_RP, total_R, ref_R)
+    return tuple(array.reshape(count, rows, *array.shape[1:]) for array in each)
 
 
 def _far_tiles(total_R):
@@ -116,10 +129,10 @@ def _far_tiles(total_R):
     return jnp.repeat(far_I, BLOCK_ROWS), which.astype(jnp.int32)
 
 
-def _combined(top_NR, sum_NR):
+def _combined(top_JR, sum_JR):
     """Normalizers [R] from the maxima and sums of tiles, which are in base 2."""
-    top_R = jnp.max(top_NR, axis=0)
-    total_R = jnp.sum(sum_NR * jnp.exp2(top_NR - top_R[None]), axis=0)
+    top_R = jnp.max(top_JR, axis=0)
+    total_R = jnp.sum(sum_JR * jnp.exp2(top_JR - top_R[None]), axis=0)
     return (top_R + jnp.log2(total_R)) / LOG2_E
 
 
@@ -199,7 +212,7 @@ class _Inputs(NamedTuple):
 class _Refs(NamedTuple):
     """What the kernel reads and writes in global memory.
 
-    `first_out` is E [R, P] or, for evaluation, [N, R] maxima of tiles.
+    `first_out` is E [R, P] or, for evaluation, [J, R] maxima of tiles.
     """
 
     context_RQ: Any
@@ -208,7 +221,7 @@ class _Refs(NamedTuple):
     ref_R: Any
     which: Any
     first_out: Any
-    sum_NR: Any
+    sum_JR: Any
 
 
 class _Scratch(NamedTuple):
@@ -220,15 +233,20 @@ class _Scratch(NamedTuple):
     out: Any = None
 
 
-def _call(activation, options, inputs):
-    """Run the kernel: E or maxima, and sums; under `vmap`, once for each element."""
+def _call(activation, options, inputs, classes=1):
+    """Run the kernel: E or maxima, and sums; under `vmap`, once for each element.
+
+    Rows and words are those of so many classes, one below the other.
+    """
     inputs = inputs._replace(
         bias_P=_base2(inputs.bias_P),
         ref_R=None if inputs.ref_R is None else _base2(inputs.ref_R),
     )
     # A device that is described by hand may not say how many: as many as an H200.
     processors = options.device.multiprocessors or 132
-    run = functools.partial(_kernel_call, activation, processors, _INTERPRET.get())
+    run = functools.partial(
+        _kernel_call, activation, classes, processors, _INTERPRET.get()
+    )
     return jax.custom_batching.sequential_vmap(run)(inputs)
 
 
@@ -236,8 +254,8 @@ def _base2(vector):
     return vector.astype(jnp.float32) * LOG2_E
 
 
-def _kernel_call(activation, processors, interpret, inputs):
-    (rows, _), (words, _) = inputs.context_RQ.shape, inputs.table_PQ.shape
+def _kernel_call(activation, classes, processors, interpret, inputs):
+    rows, words = len(inputs.context_RQ), len(inputs.table_PQ) // classes
     tiles = words // BLOCK_WORDS
     axes = jax.typeof(inputs.context_RQ).manual_axis_type
 
@@ -253,8 +271,8 @@ def _kernel_call(activation, processors, interpret, inputs):
 
     def body(*refs):
         named = jax.tree.unflatten(structure, refs[: len(given)])
-        first_out, sum_NR = (named.e_RP, *refs[len(given) :])[-2:]
-        _kernel(activation, _Refs(*named[:-1], first_out, sum_NR))
+        first_out, sum_JR = (named.e_RP, *refs[len(given) :])[-2:]
+        _kernel(activation, classes, _Refs(*named[:-1], first_out, sum_JR))
 
     jobs = tiles * (rows // BLOCK_ROWS)
     results = plgpu.kernel(
@@ -277,12 +295,13 @@ def _kernel_call(activation, processors, interpret, inputs):
     return jax.freeze(inputs.e_RP), results[0]
 
 
-def _kernel(activation, refs):
+def _kernel(activation, classes, refs):
     """One persistent block: tiles of 128 rows by 256 words, one by one."""
     row_tiles = refs.context_RQ.shape[0] // BLOCK_ROWS
+    rows_of_class = row_tiles // classes
     if refs.which is not None:
         row_tiles = refs.which[0]
-    word_tiles = refs.table_PQ.shape[0] // BLOCK_WORDS
+    word_tiles = refs.sum_JR.shape[0]
     pipeline = _pipeline(refs.context_RQ, _nothing, _nothing)
 
     @functools.partial(
@@ -300,7 +319,10 @@ def _kernel(activation, refs):
             row_tile = lax.rem(loop.index[0], row_tiles)
             if refs.which is not None:
                 row_tile = refs.which[1 + row_tile]
-            place = (me, row_tile, word_tile)
+            table_tile = word_tile
+            if classes > 1:
+                table_tile += lax.div(row_tile, rows_of_class) * word_tiles
+            place = (me, row_tile, word_tile, table_tile)
             _tile(activation, refs, _Scratch(**scratch), ring, place)
 
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -360,8 +382,8 @@ def _scratch(refs):
 
 def _tile(activation, refs, scratch, ring, place):
     """One tile of z, from its products to what leaves of it."""
-    me, row_tile, word_tile = place
-    words = pl.ds(word_tile * BLOCK_WORDS, BLOCK_WORDS)
+    me, row_tile, word_tile, table_tile = place
+    words = pl.ds(table_tile * BLOCK_WORDS, BLOCK_WORDS)
     rows = pl.ds(row_tile * BLOCK_ROWS + me * WARPGROUP_ROWS, WARPGROUP_ROWS)
 
     def multiply(_, context_smem, table_smem, sum_ref):
@@ -426,7 +448,7 @@ def _leave(gain, sum_ref, scratch, refs, word_tile, rows):
     plgpu.commit_smem()
     if not store:
         plgpu.copy_smem_to_gmem(scratch.stats.at[0], refs.first_out.at[word_tile, rows])
-    plgpu.copy_smem_to_gmem(scratch.stats.at[1], refs.sum_NR.at[word_tile, rows])
+    plgpu.copy_smem_to_gmem(scratch.stats.at[1], refs.sum_JR.at[word_tile, rows])
 
 
 def _logits(sum_RW, bias_smem, part):

@@ -7,9 +7,16 @@ import jax.numpy as jnp
 def product(
     left: jax.Array, right: jax.Array, contract: tuple[int, int], dtype: jnp.dtype
 ) -> jax.Array:
-    """A product by itself, without what makes its inputs: a call of the library."""
+    """A product for each class, without what makes its inputs: a call of the library.
+
+    Args:
+        left: a stack of matrices.
+        right: as many.
+        contract: the axis of each that is summed over.
+        dtype: of the sums.
+    """
     left, right = jax.lax.optimization_barrier((left, right))
-    dims = ((contract[:1], contract[1:]), ((), ()))
+    dims = ((contract[:1], contract[1:]), ((0,), (0,)))
     return jax.lax.dot_general(left, right, dims, preferred_element_type=dtype)
 
 
