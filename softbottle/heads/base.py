@@ -198,6 +198,7 @@ class Head(abc.ABC):
         *,
         reduction: str = "sum",
         ignore_label: int | None = None,
+        z_loss: float = 0.0,
         latent_mask: jax.Array | None = None,
         key: jax.Array | None = None,
         options: Options = DEFAULTS,
@@ -218,6 +219,9 @@ class Head(abc.ABC):
             reduction: "sum"; "mean", over the weights, and 0 where all of them are; or
                 "none" for weight[t] nll[t] of each token.
             ignore_label: a label, for example -100, whose tokens have weight 0.
+            z_loss: if above 0, that times the mean over the components of the squared
+                log-normalizer is added to each nll[t] (PaLM's keeps the log-normalizers
+                near 0 with 1e-4).
             latent_mask: factors of the contexts, broadcast to [T, K, E]; None for none.
             key: of jax.random, for a head that `draws`; others do not read it.
             options: how it is computed, for example
@@ -228,10 +232,12 @@ class Head(abc.ABC):
 
         Raises:
             ValueError: if shapes do not go together, an array is float16, the labels
-                are not integers, there is no such reduction, or an option is refused.
+                are not integers, there is no such reduction, `z_loss` is below 0, or an
+                option is refused.
         """
         checks.states(params, hidden_TD)
         checks.reduction(reduction)
+        checks.z_loss(z_loss)
         if weights_T is None:
             weights_T = jnp.ones(len(hidden_TD))
         if weights_T.shape != hidden_TD.shape[:1]:
@@ -249,9 +255,10 @@ class Head(abc.ABC):
         if reduction == "none":
             # A label of no weight may be no word.
             labels_T = without_padding(weights_T, labels_T)
-            nll_T = likelihood.nll(*predictions.scores(labels_T))
+            nll_T = _nll(predictions, labels_T, z_loss)
             return weights_T.astype(nll_T.dtype) * nll_T
-        total = predictions.loss(Targets(labels_T, weights_T))
+        z_weights_T = z_loss * weights_T if z_loss else None
+        total = predictions.loss(Targets(labels_T, weights_T, z_weights_T))
         if reduction == "sum":
             return total
         count = jnp.sum(weights_T).astype(total.dtype)
@@ -266,6 +273,7 @@ class Head(abc.ABC):
         labels_T: jax.Array,
         *,
         ignore_label: int | None = None,
+        z_loss: float = 0.0,
         latent_mask: jax.Array | None = None,
         options: Options = DEFAULTS,
     ) -> jax.Array:
@@ -279,6 +287,7 @@ class Head(abc.ABC):
             labels_T: the words that follow; one that is no word gives NaN.
             ignore_label: a label, for example -100, whose tokens have 0 and no
                 gradient; their states may hold anything.
+            z_loss: as of `loss`.
             latent_mask: factors of the contexts, broadcast to [T, K, E]; None for none.
             options: how it is computed.
 
@@ -289,12 +298,13 @@ class Head(abc.ABC):
             ValueError: as `loss`.
         """
         checks.states(params, hidden_TD)
+        checks.z_loss(z_loss)
         if ignore_label is not None:
             kept_T = (labels_T != ignore_label).astype(jnp.int32)
             hidden_TD, labels_T = without_padding(kept_T, (hidden_TD, labels_T))
         output = (params, table_VE, bias_V)
         predictions = self._predict(output, hidden_TD, latent_mask, options)
-        nll_T = likelihood.nll(*predictions.scores(labels_T))
+        nll_T = _nll(predictions, labels_T, z_loss)
         return nll_T if ignore_label is None else without_padding(kept_T, nll_T)
 
     def log_probs_of(
@@ -501,6 +511,13 @@ class Head(abc.ABC):
         return self.predictions(
             params, Vocabulary.of(table_VE, bias_V), states, options
         )
+
+
+def _nll(predictions, labels_T, z_loss):
+    """-log P(label), with the squared log-normalizers where they are asked for, [T]."""
+    scores = predictions.scores(labels_T)
+    nll_T = likelihood.nll(*scores)
+    return nll_T + z_loss * likelihood.square(scores[2]) if z_loss else nll_T
 
 
 def single(hidden_TD: jax.Array, latent_mask: jax.Array | None) -> Mixture:

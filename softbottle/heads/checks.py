@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
@@ -54,6 +55,12 @@ def reduction(name: str) -> None:
     """Raise ValueError unless there is such a reduction."""
     if name not in REDUCTIONS:
         raise ValueError(f"reduction must be one of {REDUCTIONS}, got {name!r}.")
+
+
+def z_loss(factor: float) -> None:
+    """Raise ValueError unless it is a number that is not below 0."""
+    if not 0 <= factor < math.inf:
+        raise ValueError(f"z_loss must be a finite number >= 0, got {factor!r}.")
 
 
 def states(params: Mapping[str, jax.Array], hidden_TD: jax.Array) -> None:

@@ -88,11 +88,13 @@ def loss(
     options = options.resolve()
     context_TKE = mixture.context_TKE
     _check_mixture(mixture, vocabulary, options)
-    _check_tokens(context_TKE, **targets._asdict())
-    targets = Targets(
-        likelihood.word_ids(labels_T=targets.labels_T),
-        targets.weights_T.astype(sum_dtype(context_TKE, vocabulary.table_VE)),
-    )
+    given = {
+        name: array for name, array in targets._asdict().items() if array is not None
+    }
+    _check_tokens(context_TKE, **given)
+    wide = sum_dtype(context_TKE, vocabulary.table_VE)
+    weights = jax.tree.map(lambda array: array.astype(wide), targets[1:])
+    targets = Targets(likelihood.word_ids(labels_T=targets.labels_T), *weights)
     mixture, targets, elsewhere = without_padding(
         targets.weights_T, (mixture, targets, elsewhere)
     )

@@ -34,10 +34,18 @@ class Vocabulary(NamedTuple):
 
 
 class Targets(NamedTuple):
-    """The words that follow, and what each counts; a token of weight 0 is padding."""
+    """The words that follow, and what each counts.
+
+    Attributes:
+        labels_T: the words.
+        weights_T: of the tokens; one of weight 0 is padding.
+        z_weights_T: of the squares of the tokens' log-normalizers, averaged over the
+            components, which the loss adds; None for none.
+    """
 
     labels_T: jax.Array
     weights_T: jax.Array
+    z_weights_T: jax.Array | None = None
 
 
 class Elsewhere(NamedTuple):

@@ -138,7 +138,7 @@ def _learned_forward(apply, options, theta, mixture, vocabulary, targets):
     activation = Activation(apply, params=theta)
 
     def chunk(sums, tokens):
-        (log_prior_CK, context_CKE), (labels_C, weights_C) = tokens
+        (log_prior_CK, context_CKE), (labels_C, weights_C, z_weights_C) = tokens
         z_CKV = likelihood.logits(context_CKE, cast, options)
         g_CKV, pull = jax.vjp(apply, theta, z_CKV)
         lse_CK = shards.joint_lse(_masked_lse(g_CKV, options), options)
@@ -150,22 +150,25 @@ def _learned_forward(apply, options, theta, mixture, vocabulary, targets):
         weight_CK = weights_C[:, None] * posterior_CK
         p_CKV = _probabilities(g_CKV, lse_CK, options)
         hit_CV = _hits(labels_C, len(cast.table_VE), options)
-        p_CKV = jnp.where(hit_CV[:, None], p_CKV - 1.0, p_CKV)
-        theta_bar, z_bar_CKV = pull(weight_CK[:, :, None] * p_CKV)
+        pull_CK = likelihood.lse_weight(weight_CK, lse_CK, z_weights_C)
+        bar_CKV = pull_CK[:, :, None] * p_CKV
+        bar_CKV -= jnp.where(hit_CV[:, None], weight_CK[:, :, None], 0.0)
+        theta_bar, z_bar_CKV = pull(bar_CKV)
         sums, context_bar_CKE = _add_products(
             sums, theta_bar, z_bar_CKV, context_CKE, cast.table_VE
         )
-        return sums, (context_bar_CKE, nll_C, weight_CK)
+        return sums, (context_bar_CKE, weight_CK, nll_C, likelihood.square(lse_CK))
 
     sums = _zero_sums(theta, mixture.context_TKE, vocabulary)
     count = chunks(mixture.context_TKE, vocabulary.table_VE, options)
     sums, by_token = likelihood.over_chunks(chunk, sums, (mixture, targets), count)
-    context_bar_TKE, nll_T, weight_TK = by_token
-    nll_T = nll_T.astype(targets.weights_T.dtype)
+    context_bar_TKE, weight_TK, *by_weight = by_token
+    by_weight = [array_T.astype(targets.weights_T.dtype) for array_T in by_weight]
+    targets_bar = Targets(None, *by_weight[: len(jax.tree.leaves(targets)) - 1])
     theta_bar, vocabulary_bar = _like((theta, vocabulary), sums)
     mixture_bar = _like(mixture, Mixture(-weight_TK, context_bar_TKE))
-    bars = (theta_bar, mixture_bar, vocabulary_bar, Targets(None, nll_T))
-    return likelihood.weighted(targets.weights_T, nll_T), bars
+    bars = (theta_bar, mixture_bar, vocabulary_bar, targets_bar)
+    return likelihood.weighted(targets, *by_weight), bars
 
 
 def _learned_backward(apply, options, saved, loss_bar):

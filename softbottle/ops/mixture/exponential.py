@@ -6,7 +6,8 @@ ref[r] near the row's largest score,
     E[r, v]  = exp(g(z[r, v]) - ref[r]) g'(z[r, v])     first product, stored rounded
     S[r]     = sum_v exp(g(z[r, v]) - ref[r])           from the unrounded values
     lse[r]   = ref[r] + log S[r]
-    scale[r] = weight[token] posterior[r] exp(ref[r] - lse[r])
+    pull[r]  = weight[token] posterior[r] (+ 2 / K z_weight[token] lse[r])
+    scale[r] = pull[r] exp(ref[r] - lse[r])
 
     d context[r] = scale[r] (E[r] @ table)                          second product
     d table      = E' @ (scale context)                             third product
@@ -15,7 +16,7 @@ Normaliser, responsibility and weight are one factor a row, so nothing passes ov
 [rows, vocabulary] besides the products. What they hold for the label's word is then
 taken out again and its exact float32 value, with the one-hot part, is put in its place:
 
-    delta[r] = weight[token] posterior[r] (exp(g(z[r, label]) - lse[r]) - 1) g'
+    delta[r] = (pull[r] exp(g(z[r, label]) - lse[r]) - weight[token] posterior[r]) g'
 
 on [rows, width] only. This is the part of the gradient that matters most.
 
@@ -35,7 +36,7 @@ heads have one class.
 Words elsewhere (arrays.py) only add to the normalizers that `scale` has; where one of
 them is the label, delta is 0. Their own gradients are
 
-    d lse_elsewhere[r] = weight[token] posterior[r] exp(lse_elsewhere[r] - lse[r])
+    d lse_elsewhere[r] = pull[r] exp(lse_elsewhere[r] - lse[r])
     d score[r]         = -weight[token] posterior[r]        where the label is theirs.
 
 Axes: N classes of words; P words of a class; Q, F and M the width, padded for the
@@ -128,17 +129,18 @@ def _loss_forward(route, activation, options, mixture, vocabulary, targets, else
     tokens = (mixture, targets, elsewhere)
     count = chunks(route, context_TKE, table_VE, options)
     sums, by_token = likelihood.over_chunks(chunk, sums, tokens, count)
-    context_bar_TKE, nll_T, weight_TK, elsewhere_bar = by_token
-    nll_T = nll_T.astype(targets.weights_T.dtype)
+    context_bar_TKE, weight_TK, by_weight, elsewhere_bar = by_token
+    by_weight = [array_T.astype(targets.weights_T.dtype) for array_T in by_weight]
+    targets_bar = Targets(None, *by_weight[: len(jax.tree.leaves(targets)) - 1])
     bars = (
         Mixture(
             -weight_TK.astype(mixture.log_prior_TK.dtype),
             context_bar_TKE.astype(context_TKE.dtype),
         ),
         table_sums.gradient(sums, vocabulary),
-        (Targets(None, nll_T), elsewhere_bar),
+        (targets_bar, elsewhere_bar),
     )
-    return likelihood.weighted(targets.weights_T, nll_T), bars
+    return likelihood.weighted(targets, *by_weight), bars
 
 
 def _loss_backward(route, activation, options, saved, loss_bar):
@@ -223,7 +225,8 @@ def _chunk(
     route, activation, options, whole, padded, sums, mixture, targets, elsewhere
 ):
     """Add a chunk's part of the table's gradient; return the rest of its results."""
-    (log_prior_CK, context_CKE), (labels_C, weights_C) = mixture, targets
+    log_prior_CK, context_CKE = mixture
+    labels_C, weights_C, z_weights_C = targets
     cast_CKE = context_CKE.astype(whole.table_VE.dtype)
     own_CKE = classes.of_label(cast_CKE, labels_C)
     score_CK, slope_CK = likelihood.target_score_and_slope(
@@ -240,16 +243,19 @@ def _chunk(
     nll_C = likelihood.nll(log_prior_CK, score_CK, lse_CK)
     posterior_CK = likelihood.posterior(log_prior_CK, score_CK, lse_CK, nll_C)
     weight_CK = weights_C[:, None] * posterior_CK
-    scale_NCK = weight_CK[None] * jnp.exp(ref_NCK - lse_CK[None])
+    pull_CK = likelihood.lse_weight(weight_CK, lse_CK, z_weights_C)
+    scale_NCK = pull_CK[None] * jnp.exp(ref_NCK - lse_CK[None])
 
     label_C, owned_C = shards.local_labels(labels_C, len(whole.table_VE), options)
     if elsewhere is not None:
         owned_C &= ~elsewhere.owned_T
-    here_CK = owned_C[:, None] & (weight_CK != 0)
+    here_CK = owned_C[:, None] & (pull_CK != 0)
     scale_CK = classes.of_class(scale_NCK, label_C)
     stored_CK = jnp.where(here_CK, _stored(e_NRP, label_C, lse_CK), 0.0)
-    delta_CK = weight_CK * slope_CK * jnp.expm1(score_CK - lse_CK)
-    delta_CK = jnp.where(here_CK, delta_CK, 0.0)
+    delta_CK = weight_CK * jnp.expm1(score_CK - lse_CK)
+    if z_weights_C is not None:
+        delta_CK += (pull_CK - weight_CK) * jnp.exp(score_CK - lse_CK)
+    delta_CK = jnp.where(here_CK, delta_CK * slope_CK, 0.0)
 
     product_NCKE = _second_product(e_NRP, padded, cast_NCKE, lse_CK.dtype)
     of_label_CK = delta_CK - scale_CK * stored_CK
@@ -263,17 +269,18 @@ def _chunk(
     sums = table_sums.add_products(sums, e_NRP, cast_NCKE, scale_NCK)
     factors = (scale_CK, stored_CK, delta_CK)
     sums = table_sums.add_labels(sums, own_CKE, factors, label_C, owned_C)
-    elsewhere_bar = _elsewhere_bar(elsewhere, lse_CK, weight_CK)
-    return sums, (context_bar_CKE, nll_C, weight_CK, elsewhere_bar)
+    elsewhere_bar = _elsewhere_bar(elsewhere, lse_CK, weight_CK, pull_CK)
+    by_weight = (nll_C, likelihood.square(lse_CK))
+    return sums, (context_bar_CKE, weight_CK, by_weight, elsewhere_bar)
 
 
-def _elsewhere_bar(elsewhere, lse_CK, weight_CK):
+def _elsewhere_bar(elsewhere, lse_CK, weight_CK, pull_CK):
     """The gradients of what is elsewhere; None if nothing is."""
     if elsewhere is None:
         return None
     score_CK, own_CK, owned_C = elsewhere
     score_bar_CK = jnp.where(owned_C[:, None], -weight_CK, 0.0)
-    lse_bar_CK = weight_CK * jnp.exp(own_CK - lse_CK)
+    lse_bar_CK = pull_CK * jnp.exp(own_CK - lse_CK)
     return Elsewhere(
         score_bar_CK.astype(score_CK.dtype), lse_bar_CK.astype(own_CK.dtype), None
     )

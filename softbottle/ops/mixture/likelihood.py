@@ -108,9 +108,26 @@ def posterior(
     return jnp.exp(log_prior_TK + score_TK - lse_TK + nll_T[:, None])
 
 
-def weighted(weights_T: jax.Array, nll_T: jax.Array) -> jax.Array:
-    """sum_t weight[t] nll[t]."""
-    return jnp.sum(weights_T * nll_T)
+def square(lse_TK: jax.Array) -> jax.Array:
+    """The mean over the components of the squared log-normalizers, [T]."""
+    return jnp.mean(jnp.square(lse_TK), axis=-1)
+
+
+def weighted(targets: Targets, nll_T: jax.Array, square_T: jax.Array) -> jax.Array:
+    """sum_t weight[t] nll[t], and the squared log-normalizers by their own weights."""
+    total = jnp.sum(targets.weights_T * nll_T)
+    if targets.z_weights_T is None:
+        return total
+    return total + jnp.sum(targets.z_weights_T * square_T)
+
+
+def lse_weight(
+    weight_TK: jax.Array, lse_TK: jax.Array, z_weights_T: jax.Array | None
+) -> jax.Array:
+    """The loss's derivative by the log-normalizers, from that of the nll, [T, K]."""
+    if z_weights_T is None:
+        return weight_TK
+    return weight_TK + 2 / lse_TK.shape[1] * z_weights_T[:, None] * lse_TK
 
 
 def loss_from(
@@ -130,7 +147,8 @@ def loss_from(
         context_TKE, vocabulary, targets.labels_T, activation, options
     )
     score_TK, lse_TK = beside(score_TK, lse_TK, elsewhere)
-    return weighted(targets.weights_T, nll(log_prior_TK, score_TK, lse_TK))
+    nll_T = nll(log_prior_TK, score_TK, lse_TK)
+    return weighted(targets, nll_T, square(lse_TK))
 
 
 def vary(
