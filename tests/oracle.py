@@ -414,8 +414,10 @@ def cast(tree, dtype):
     """Floating leaves of a tree as jax arrays of `dtype`."""
 
     def convert(leaf):
-        floating = np.issubdtype(np.asarray(leaf).dtype, np.floating)
-        return jnp.asarray(leaf, dtype if floating else None)
+        array = np.asarray(leaf)
+        floating = np.issubdtype(array.dtype, np.floating)
+        # jnp.asarray would compile a program for every shape.
+        return jax.device_put(array.astype(dtype) if floating else array)
 
     return jax.tree.map(convert, tree)
 
