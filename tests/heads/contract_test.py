@@ -20,6 +20,8 @@ from tests.oracle import CASES, FEW, NAMES, VOCAB
 
 EVERY_HEAD = pytest.mark.parametrize("name", NAMES)
 A_FEW_HEADS = pytest.mark.parametrize("name", FEW)
+# What only the operation reads: to it a mixture of contexts is a softmax.
+A_HEAD_PER_OPERATION = pytest.mark.parametrize("name", FEW[:3])
 PADDING_ROWS = 4
 # 41 rows x 3 components x 4 bytes: about 4 tokens a chunk, so 11 leave a remainder.
 ODD_BUDGET = 4 * 41 * 3 * 4 + 1
@@ -93,13 +95,13 @@ def test_value_and_every_gradient_equal_the_oracle_in_float32(name):
 
 
 @pytest.mark.slow
-@A_FEW_HEADS
+@A_HEAD_PER_OPERATION
 def test_the_optimised_program_equals_the_oracle_in_one_block(name, optimised):
     check_against_oracle(name, "float32", budget_bytes=2**40)
 
 
 @pytest.mark.slow
-@A_FEW_HEADS
+@A_HEAD_PER_OPERATION
 def test_one_token_a_block_equals_the_oracle(name):
     check_against_oracle(name, "float32", budget_bytes=1)
 
@@ -334,7 +336,7 @@ def test_no_bias_is_a_bias_of_zero(name):
 
 
 @pytest.mark.slow
-@A_FEW_HEADS
+@A_HEAD_PER_OPERATION
 def test_bfloat16_products_give_float32_gradients_near_the_exact_ones(
     name, mixed_dtypes
 ):
