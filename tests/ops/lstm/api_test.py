@@ -37,9 +37,7 @@ def make_problem(dtype=np.float32, sizes=SIZES, steps=STEPS, rows=ROWS, seed=0):
         for i, h in zip(sizes[:-1], sizes[1:], strict=True)
     ]
     carries = [lstm.Carry(normal(rows, h), normal(rows, h)) for h in sizes[1:]]
-    masks = [
-        (rng.integers(0, 2, (rows, h)) / 0.7).astype(dtype) for h in sizes[1:-1]
-    ]
+    masks = [(rng.integers(0, 2, (rows, h)) / 0.7).astype(dtype) for h in sizes[1:-1]]
     return normal(steps, rows, sizes[0]), carries, layers, masks
 
 
