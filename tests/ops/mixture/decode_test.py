@@ -11,7 +11,7 @@ from tests import oracle
 from tests.ops.mixture.problem import paired
 
 # A table of three units and a rest, of which a little is padding. Units are small in
-# most tests, because noise is drawn for all of a unit's words: otherwise they are 1,024.
+# most tests, because noise is drawn for all words of a unit; else they have 1,024.
 UNIT = 64
 TOKENS, COMPONENTS, WIDTH, ROWS, VOCAB = 11, 3, 7, 3 * UNIT + 31, 3 * UNIT + 17
 UNIT_BYTES = 4 * COMPONENTS * UNIT
