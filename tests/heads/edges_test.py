@@ -57,11 +57,11 @@ def compiled_cached(name, method, options):
     return jax.jit(functools.partial(getattr(joined, method), options=options))
 
 
+compiled_history = jax.jit(cache.history)
+
+
 def history(point, segments_BS=SEGMENTS_BS):
     return compiled_history(point.hidden_TD, point.labels_T, segments_BS)
-
-
-compiled_history = jax.jit(cache.history)
 
 
 @pytest.mark.slow
