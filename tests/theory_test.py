@@ -4,13 +4,16 @@ Rank is the number of singular values above 0.5 sqrt(m + n + 1) sigma_1 eps, wit
 that of the precision in which the log-probabilities were computed.
 """
 
+import functools
+
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import softbottle
+from tests import oracle
 
+pytestmark = pytest.mark.usefixtures("quick_keys")
 WIDTH, CONTEXTS, WORDS = 5, 43, 47
 HEADS = {
     "softmax": softbottle.softmax(),
@@ -40,23 +43,32 @@ def numerical_rank(matrix, precision):
     return int(np.sum(values > tolerance))
 
 
-def log_probs(name, precision, bias, seed=0):
-    rng = np.random.default_rng(seed)
+@functools.cache
+def make_problem(name, seed=0):
+    """Params, table, bias and states of a head, in float64."""
+    rng, head = np.random.default_rng(seed), HEADS[name]
+    width = head.layers * head.positions * WIDTH
+    params = head.init(jax.random.key(seed), width, WIDTH)
+    # Larger than at the start of training, so that each tanh bends.
+    params = {
+        name: 3.0 * np.float64(leaf) if np.any(leaf) else rng.normal(size=leaf.shape)
+        for name, leaf in params.items()
+    }
+    shapes = ((WORDS, WIDTH), (WORDS,), (CONTEXTS, width))
+    return params, *(rng.normal(size=shape) for shape in shapes)
+
+
+@functools.partial(jax.jit, static_argnames="name")
+def compiled(name, *arrays):
+    return HEADS[name].log_probs(*arrays)
+
+
+def log_probs(name, precision, bias):
+    params, table_VE, bias_V, hidden_TD = make_problem(name)
+    # No bias is one of zero, for which nothing is compiled anew.
+    arrays = (params, table_VE, bias_V if bias else 0 * bias_V, hidden_TD)
     with jax.enable_x64(True):
-        states = HEADS[name].layers * HEADS[name].positions
-        params = HEADS[name].init(jax.random.key(seed), states * WIDTH, WIDTH)
-        # Larger than at the start of training, so that each tanh bends.
-        params = {
-            name: jnp.asarray(
-                3 * leaf if np.any(leaf) else rng.normal(size=leaf.shape), precision
-            )
-            for name, leaf in params.items()
-        }
-        table_VE = jnp.asarray(rng.normal(size=(WORDS, WIDTH)), precision)
-        bias_V = jnp.asarray(rng.normal(size=WORDS), precision) if bias else None
-        hidden_TD = jnp.asarray(rng.normal(size=(CONTEXTS, states * WIDTH)), precision)
-        log_probs = jax.jit(HEADS[name].log_probs)
-        return np.asarray(log_probs(params, table_VE, bias_V, hidden_TD))
+        return np.asarray(compiled(name, *oracle.cast(arrays, precision)))
 
 
 @pytest.mark.slow

@@ -70,8 +70,12 @@ def make_run(
     Times a `scale` of 2, what they say depends on more than the last word.
     """
     functions = models.make(configs.validate(config), len(vocab))
-    params = jax.jit(functions.init)(jax.random.key(seed))
-    params = jax.tree.map(lambda leaf: scale * leaf, params)
+
+    @jax.jit
+    def init(key):
+        return jax.tree.map(lambda leaf: scale * leaf, functions.init(key))
+
+    params = init(jax.random.key(seed))
     return state.Run(config, vocab, functions, params, 0)
 
 

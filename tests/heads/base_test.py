@@ -21,29 +21,30 @@ def call(head=MOS, method="nll", **changes):
 @pytest.mark.parametrize("method", ["nll", "loss"])
 def test_a_hidden_state_with_rows_and_positions_is_refused(method):
     with pytest.raises(ValueError, match=r"hidden_TD .*\(2, 11, 5\).*flatten"):
-        call(method=method, hidden_TD=jnp.zeros((2, 11, 5)))
+        call(method=method, hidden_TD=np.zeros((2, 11, 5), np.float32))
 
 
 @pytest.mark.parametrize("shape", [(5,), (), (11, 1)])
 def test_weights_of_another_shape_are_refused_by_name(shape):
     with pytest.raises(ValueError, match="weights_T"):
-        call(method="loss", weights_T=jnp.ones(shape))
+        call(method="loss", weights_T=np.ones(shape, np.float32))
 
 
 def test_a_table_of_another_width_is_refused_with_both_widths():
     with pytest.raises(ValueError, match="7 wide and the table 6"):
-        call(table_VE=jnp.zeros((37, 6)))
+        call(table_VE=np.zeros((37, 6), np.float32))
 
 
 @pytest.mark.parametrize("method", ["nll", "loss"])
 def test_a_hidden_state_of_another_width_is_refused_with_both_widths(method):
     with pytest.raises(ValueError, match="hidden_TD is 6 wide, .* of states 5 wide"):
-        call(method=method, hidden_TD=jnp.zeros((11, 6)))
+        call(method=method, hidden_TD=np.zeros((11, 6), np.float32))
 
 
 def test_without_weights_all_tokens_count_one():
-    ones_T = jnp.ones(oracle.TOKENS)
-    assert call(method="loss", weights_T=None) == call(method="loss", weights_T=ones_T)
+    point = oracle.cast(oracle.make_inputs("mos"), jnp.float32)
+    loss = jax.jit(MOS.loss)
+    assert loss(*point[:5]) == loss(*point[:5], np.ones(oracle.TOKENS, np.float32))
 
 
 def test_a_setting_that_a_head_does_not_have_is_refused_with_those_it_has():
@@ -62,30 +63,32 @@ def test_a_mask_that_does_not_broadcast_is_refused_with_its_shape():
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bfloat16", "int32", "bool"])
 def test_the_kind_of_the_weights_does_not_change_the_loss(kind, mixed_dtypes):
-    ones_T = jnp.ones(oracle.TOKENS)
-    point = oracle.cast(oracle.make_inputs("mos"), jnp.float32)
+    inputs = oracle.make_inputs("mos")
+    point = oracle.cast(inputs, jnp.float32)
+    ones_T = np.ones(oracle.TOKENS)
 
-    def loss(table_VE, weights_T):
-        return MOS.loss(point.params, table_VE, *point[2:5], weights_T)
+    @jax.jit
+    def run(weights_T):
+        def loss(table_VE):
+            return MOS.loss(point.params, table_VE, *point[2:5], weights_T)
 
-    step = jax.jit(jax.value_and_grad(loss))
-    expected, expected_bar = step(point.table_VE, ones_T)
-    weights_T = ones_T.astype(kind)
-    plain = jax.jit(loss)(point.table_VE, weights_T)
-    value, bar = step(point.table_VE, weights_T)
-    np.testing.assert_allclose(plain, expected, rtol=1e-6)
-    np.testing.assert_allclose(value, expected, rtol=1e-6)
-    np.testing.assert_allclose(bar, expected_bar, rtol=1e-5, atol=1e-6)
+        return loss(point.table_VE), jax.value_and_grad(loss)(point.table_VE)
+
+    plain, (value, bar_VE) = run(jax.device_put(ones_T.astype(kind)))
+    np.testing.assert_allclose(plain, value, rtol=1e-6)
+    oracle.assert_close(value, oracle.nll("mos", inputs).sum(), "float32")
+    exact_VE = oracle.gradients("mos", inputs, ones_T)[1]
+    oracle.assert_close(bar_VE, exact_VE, "float32")
 
 
 @pytest.mark.slow
 def test_float32_weights_leave_a_float64_loss_in_float64(float64):
     inputs = oracle.make_inputs("mos")
     point = oracle.cast(inputs, jnp.float64)
-    weights_T = jnp.where(jnp.arange(oracle.TOKENS) % 3 == 0, 0.0, 1.0)
-    point = point._replace(weights_T=weights_T.astype(jnp.float32))
+    weights_T = np.where(np.arange(oracle.TOKENS) % 3 == 0, 0.0, 1.0)
+    point = point._replace(weights_T=weights_T.astype(np.float32))
     value, _ = jax.jit(jax.value_and_grad(MOS.loss, argnums=1))(*point)
-    exact = np.dot(np.asarray(weights_T), oracle.nll("mos", inputs))
+    exact = np.dot(weights_T, oracle.nll("mos", inputs))
     oracle.assert_close(value, exact, "float64")
 
 

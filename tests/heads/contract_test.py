@@ -20,6 +20,8 @@ from tests.oracle import CASES, FEW, NAMES, VOCAB
 
 EVERY_HEAD = pytest.mark.parametrize("name", NAMES)
 A_FEW_HEADS = pytest.mark.parametrize("name", FEW)
+# What only the operation reads: to it a mixture of contexts is a softmax.
+A_HEAD_PER_OPERATION = pytest.mark.parametrize("name", FEW[:3])
 PADDING_ROWS = 4
 # 41 rows x 3 components x 4 bytes: about 4 tokens a chunk, so 11 leave a remainder.
 ODD_BUDGET = 4 * 41 * 3 * 4 + 1
@@ -93,13 +95,13 @@ def test_value_and_every_gradient_equal_the_oracle_in_float32(name):
 
 
 @pytest.mark.slow
-@A_FEW_HEADS
+@A_HEAD_PER_OPERATION
 def test_the_optimised_program_equals_the_oracle_in_one_block(name, optimised):
     check_against_oracle(name, "float32", budget_bytes=2**40)
 
 
 @pytest.mark.slow
-@A_FEW_HEADS
+@A_HEAD_PER_OPERATION
 def test_one_token_a_block_equals_the_oracle(name):
     check_against_oracle(name, "float32", budget_bytes=1)
 
@@ -162,7 +164,7 @@ def check_large_logits(name, dtype):
     # Contexts behind a tanh are at most 1, so the table carries the magnitude.
     large = padded._replace(table_VE=padded.table_VE * 1e4, bias_V=padded.bias_V * 1e4)
     large, mask_TKE = oracle.cast((large, mask_TKE), dtype)
-    weights_T = jnp.asarray(padded.weights_T, jnp.float32)
+    weights_T = padded.weights_T.astype(np.float32)
     results = everything(name)(large._replace(weights_T=weights_T), mask_TKE, weights_T)
     chex.assert_tree_all_finite(results)
     # A capped logit makes no word less probable than its cap does.
@@ -172,20 +174,22 @@ def check_large_logits(name, dtype):
 
 
 @EVERY_HEAD
-@pytest.mark.parametrize("tokens, shared", [(11, False), (1, False), (11, True)])
-def test_a_latent_mask_broadcasts_to_the_contexts(name, tokens, shared):
+def test_a_latent_mask_broadcasts_to_the_contexts(name):
     case, inputs = CASES[name], oracle.make_inputs(name)
-    components = 1 if shared else case.components
-    mask = np.random.default_rng(4).integers(0, 2, (tokens, components, 7)) / 0.6
-    params, hidden_TD, mask_32 = oracle.cast(
-        (inputs.params, inputs.hidden_TD, mask), jnp.float32
-    )
-    log_prior_TK, context = case.head.mix(params, hidden_TD, mask_32)
-    prior_TK, exact_TNKE, *_ = oracle.mixture(
-        name, inputs.params, inputs.hidden_TD, mask
-    )
-    oracle.assert_close(context, exact_TNKE.reshape(context.shape), "float32")
-    oracle.assert_close(jnp.exp(log_prior_TK), prior_TK, "float32")
+    rng, states = np.random.default_rng(4), (inputs.params, inputs.hidden_TD)
+    # Of each token and component, of all tokens, of all components of a token.
+    sizes = ((11, case.components), (1, case.components), (11, 1))
+    masks = [rng.integers(0, 2, (*size, 7)) / 0.6 for size in sizes]
+
+    @jax.jit
+    def run(states, masks):
+        return [case.head.mix(*states, mask) for mask in masks]
+
+    mixtures = run(*oracle.cast((states, masks), jnp.float32))
+    for mask, (log_prior_TK, context) in zip(masks, mixtures, strict=True):
+        prior_TK, exact_TNKE, *_ = oracle.mixture(name, *states, mask)
+        oracle.assert_close(context, exact_TNKE.reshape(context.shape), "float32")
+        oracle.assert_close(np.exp(log_prior_TK), prior_TK, "float32")
 
 
 @functools.cache
@@ -222,11 +226,13 @@ def test_top_k_is_the_head_of_the_sorted_log_probs(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*FEW, "partition_mixed", "mixtape"])
-def test_samples_follow_the_probabilities(name):
+def test_samples_follow_the_probabilities(name, monkeypatch):
+    # Noise is drawn for whole units of words: of 1,024, most would be for nothing.
+    monkeypatch.setattr("softbottle.ops.mixture.decode.UNIT", 32)
     draws = 3_000
     inputs = oracle.make_inputs(name, scale=0.5)
     point = oracle.cast(inputs, jnp.float32)
-    hidden_TD = jnp.repeat(point.hidden_TD[:1], draws, axis=0)
+    hidden_TD = np.repeat(point.hidden_TD[:1], draws, axis=0)
     ids_T = jax.jit(CASES[name].head.sample)(*point[:3], hidden_TD, jax.random.key(3))
     p_V = oracle.probabilities(name, *inputs[:3], inputs.hidden_TD[:1])[0][0]
     counts_V = np.bincount(ids_T, minlength=VOCAB)
@@ -274,12 +280,14 @@ def test_the_log_probabilities_of_given_words_are_those_of_each(name, float64):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["moss", "mixtape"])
 def test_an_ignored_label_is_padding_and_a_mean_is_over_the_rest(name):
-    point = oracle.cast(oracle.make_inputs(name), jnp.float32)
-    head, (*args, hidden_TD, labels_T, weights_T) = CASES[name].head, point
-    ignored_T = jnp.arange(len(labels_T)) % 4 == 1
-    marked_T = jnp.where(ignored_T, -100, labels_T)
-    broken_TD = jnp.where(ignored_T[:, None], jnp.nan, hidden_TD)
-    kept_T = jnp.where(ignored_T, 0.0, weights_T)
+    inputs = oracle.make_inputs(name)
+    ignored_T = np.arange(len(inputs.labels_T)) % 4 == 1
+    marked_T = np.where(ignored_T, -100, inputs.labels_T)
+    broken_TD = np.where(ignored_T[:, None], np.nan, inputs.hidden_TD)
+    kept_T = np.where(ignored_T, 0.0, inputs.weights_T)
+    arrays = oracle.cast((inputs, broken_TD, marked_T, kept_T), jnp.float32)
+    (*args, hidden_TD, labels_T, weights_T), broken_TD, marked_T, kept_T = arrays
+    head = CASES[name].head
 
     def loss(hidden_TD, labels_T, weights_T, **keywords):
         return head.loss(*args, hidden_TD, labels_T, weights_T, **keywords)
@@ -298,15 +306,17 @@ def test_an_ignored_label_is_padding_and_a_mean_is_over_the_rest(name):
 
     expected, found, mean, terms_T, nll_T, plain_T = run()
     oracle.assert_close(found, expected, "float32")
+    kept_T, plain_T = np.asarray(kept_T), np.asarray(plain_T)
     np.testing.assert_allclose(mean, expected[0] / kept_T.sum(), rtol=1e-5)
     np.testing.assert_allclose(terms_T, kept_T * plain_T, rtol=1e-4, atol=1e-6)
-    np.testing.assert_allclose(nll_T, jnp.where(ignored_T, 0, plain_T), rtol=1e-4)
+    np.testing.assert_allclose(nll_T, np.where(ignored_T, 0, plain_T), rtol=1e-4)
 
 
 def test_a_mean_over_nothing_is_0_and_bad_input_is_named():
     point = oracle.cast(oracle.make_inputs("softmax"), jnp.float32)
-    head, zeros_T = CASES["softmax"].head, jnp.zeros_like(point.weights_T)
-    assert head.loss(*point[:5], zeros_T, reduction="mean") == 0
+    head, zeros_T = CASES["softmax"].head, np.zeros_like(point.weights_T)
+    mean = jax.jit(functools.partial(head.loss, reduction="mean"))
+    assert mean(*point[:5], zeros_T) == 0
     with pytest.raises(ValueError, match=r"reduction must be one of \('sum', 'mean'"):
         head.loss(*point, reduction="average")
     with pytest.raises(
@@ -320,29 +330,13 @@ def test_a_mean_over_nothing_is_0_and_bad_input_is_named():
 def test_no_bias_is_a_bias_of_zero(name):
     point = oracle.cast(oracle.make_inputs(name), jnp.float32)
     without = point._replace(bias_V=None)
-    zero = point._replace(bias_V=jnp.zeros_like(point.bias_V))
+    zero = point._replace(bias_V=np.zeros_like(point.bias_V))
     step = jax.jit(jax.value_and_grad(CASES[name].head.loss, argnums=(0, 1, 3)))
     oracle.assert_close(step(*without), step(*zero), "float32")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["moss", "plif_mixed"])
-def test_gradients_pass_a_numerical_check_in_reverse_mode(name, float64):
-    point = oracle.cast(oracle.make_inputs(name, tokens=3), jnp.float64)
-    head = CASES[name].head
-    leaves, structure = jax.tree.flatten(point[:4])
-
-    @jax.jit
-    def both(*leaves):
-        differentiable = jax.tree.unflatten(structure, leaves)
-        nll_T = head.nll(*differentiable, point.labels_T)
-        return nll_T, head.loss(*differentiable, *point[4:])
-
-    chex.assert_numerical_grads(both, leaves, order=1, modes=("rev",), atol=1e-4)
-
-
-@pytest.mark.slow
-@A_FEW_HEADS
+@A_HEAD_PER_OPERATION
 def test_bfloat16_products_give_float32_gradients_near_the_exact_ones(
     name, mixed_dtypes
 ):
@@ -370,8 +364,8 @@ def test_bfloat16_inputs_give_float32_losses_and_bfloat16_gradients(name, mixed_
     held, mask = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), half)
     held = held._replace(labels_T=inputs.labels_T, table_VE=held.table_VE[:VOCAB])
     exact_T = oracle.nll(name, held._replace(bias_V=held.bias_V[:VOCAB]), mask)
-    point = half[0]._replace(weights_T=jnp.asarray(inputs.weights_T, jnp.float32))
-    cotangent_T = jnp.asarray(cotangent_T, jnp.float32)
+    point = half[0]._replace(weights_T=inputs.weights_T.astype(np.float32))
+    cotangent_T = cotangent_T.astype(np.float32)
     total, bars, nll_T, _ = everything(name)(point, half[1], cotangent_T)
     assert nll_T.dtype == total.dtype == jnp.float32
     assert {leaf.dtype for leaf in jax.tree.leaves(bars[:4])} == {jnp.dtype("bfloat16")}

@@ -57,8 +57,11 @@ def compiled_cached(name, method, options):
     return jax.jit(functools.partial(getattr(joined, method), options=options))
 
 
+compiled_history = jax.jit(cache.history)
+
+
 def history(point, segments_BS=SEGMENTS_BS):
-    return cache.history(point.hidden_TD, point.labels_T, segments_BS)
+    return compiled_history(point.hidden_TD, point.labels_T, segments_BS)
 
 
 @pytest.mark.slow
@@ -68,15 +71,23 @@ def test_no_tokens_have_no_loss_and_no_words(name, budget):
     point = oracle.cast(oracle.make_inputs(name, tokens=0, rows=2053), jnp.float32)
     options = {"budget_bytes": budget, "vocab": 2050}
     head, chosen = CASES[name].head, Options(**options)
-    step = functools.partial(head.loss, options=chosen)
-    value, bars = jax.jit(jax.value_and_grad(step, argnums=(0, 1, 2, 3)))(*point)
+
+    @jax.jit
+    def run(*args):
+        point = oracle.Inputs(*args)
+        step = functools.partial(head.loss, options=chosen)
+        methods = ("nll", "log_probs", "sample")
+        results = [call(name, method, point, **options) for method in methods]
+        # Beyond 16 words are sorted by unit.
+        best = [head.top_k(*args[:4], k, options=chosen) for k in (5, 40)]
+        return jax.value_and_grad(step, argnums=(0, 1, 2, 3))(*args), results, best
+
+    (value, bars), (nll_T, log_p_TV, word_T), best = run(*point)
     assert value == 0
     assert all(not np.any(leaf) for leaf in jax.tree.leaves(bars))
-    assert call(name, "nll", point, **options).shape == (0,)
-    assert call(name, "log_probs", point, **options).shape == (0, 2053)
-    assert call(name, "sample", point, **options).shape == (0,)
-    for k in (5, 40):  # beyond 16 words are sorted by unit
-        values_Tk, ids_Tk = head.top_k(*point[:4], k, options=chosen)
+    assert nll_T.shape == word_T.shape == (0,)
+    assert log_p_TV.shape == (0, 2053)
+    for k, (values_Tk, ids_Tk) in zip((5, 40), best, strict=True):
         assert values_Tk.shape == ids_Tk.shape == (0, k)
 
 
@@ -85,7 +96,7 @@ def test_no_rows_beside_a_cache_have_no_loss_and_no_words():
     point = make_cached(rows=2)
     shapes = {"hidden_TD": (0, 9, 5), "labels_T": (0, 9), "weights_T": (0, 9)}
     kinds = {name: getattr(point, name).dtype for name in shapes}
-    none = {name: jnp.zeros(shape, kinds[name]) for name, shape in shapes.items()}
+    none = {name: np.zeros(shape, kinds[name]) for name, shape in shapes.items()}
     point = point._replace(**none)
     memory = history(point, SEGMENTS_BS[:0])
     assert call_cached("loss", point, memory) == 0
@@ -103,37 +114,47 @@ def test_the_kind_of_the_labels_changes_nothing(kind):
     inputs = oracle.make_inputs("mos", rows=300)
     inputs = inputs._replace(labels_T=inputs.labels_T % 128)
     point = oracle.cast(inputs, jnp.float32)
-    point = point._replace(labels_T=point.labels_T.astype(kind))
+    point = point._replace(labels_T=np.asarray(point.labels_T, kind))
     head = CASES["mos"].head
-    value, bar_VE = jax.jit(jax.value_and_grad(head.loss, argnums=1))(*point)
+
+    @jax.jit
+    def run(*args):
+        return jax.value_and_grad(head.loss, argnums=1)(*args), head.nll(*args[:5])
+
+    (value, bar_VE), nll_T = run(*point)
     exact_T = oracle.nll("mos", inputs)
     oracle.assert_close(value, np.dot(inputs.weights_T, exact_T), "float32")
     exact_VE = oracle.gradients("mos", inputs, inputs.weights_T)[1]
     oracle.assert_close(bar_VE, exact_VE, "float32")
-    oracle.assert_close(jax.jit(head.nll)(*point[:5]), exact_T, "float32")
+    oracle.assert_close(nll_T, exact_T, "float32")
+
+
+@jax.jit
+def run_cached(point):
+    memory = history(point)
+    return (
+        call_cached("loss", point, memory),
+        call_cached("nll", point, memory),
+        call_cached("log_probs", point, memory),
+        call_cached("sample", point, memory),
+        cache.best_words(point.hidden_TD, memory),
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["int8", "uint8", "uint32"])
 def test_the_kind_of_the_words_beside_a_cache_changes_nothing(kind):
     point = make_cached()
-
-    @jax.jit
-    def run(labels_BS):
-        changed = point._replace(labels_T=labels_BS)
-        memory = history(changed)
-        return (
-            call_cached("loss", changed, memory),
-            call_cached("nll", changed, memory),
-            call_cached("log_probs", changed, memory),
-            call_cached("sample", changed, memory),
-            cache.best_words(changed.hidden_TD, memory),
-        )
-
-    expected = run(point.labels_T)
-    for ours, theirs in zip(run(point.labels_T.astype(kind)), expected, strict=True):
+    labels_BS = np.asarray(point.labels_T, kind)
+    results = run_cached(point._replace(labels_T=labels_BS))
+    for ours, theirs in zip(results, run_cached(point), strict=True):
         np.testing.assert_array_equal(ours, theirs)
         assert ours.dtype == theirs.dtype
+
+
+@jax.jit
+def compiled_nll(point):
+    return call("mos", "nll", point)
 
 
 @pytest.mark.parametrize("label", [2**32 + 5, -(2**32) + 5, 2**63 - 1, -(2**63)])
@@ -142,10 +163,11 @@ def test_a_label_that_int32_cannot_hold_is_no_word(label, where, float64):
     point = oracle.cast(oracle.make_inputs("mos"), jnp.float32)
     labels_T = np.asarray(point.labels_T, np.int64)
     labels_T[4] = label
-    point = point._replace(
-        labels_T=jnp.asarray(labels_T) if where == "jax" else labels_T
-    )
-    nll_T = call("mos", "nll", point)
+    if where == "jax":
+        nll_T = compiled_nll(point._replace(labels_T=labels_T))
+    else:
+        point = point._replace(labels_T=labels_T)
+        nll_T = jax.jit(lambda: call("mos", "nll", point))()
     np.testing.assert_array_equal(np.isnan(nll_T), np.arange(oracle.TOKENS) == 4)
 
 
@@ -184,14 +206,16 @@ def test_float16_is_refused_beside_a_cache(method, array):
 @pytest.mark.parametrize("word", [-1, VOCAB, VOCAB + 2, -VOCAB, 10**6])
 def test_who_sees_a_word_that_is_none_gets_nan_in_nll_and_log_probs(word):
     point = make_cached()
-    table_VE = jnp.pad(point.table_VE, ((0, 3), (0, 0)))
-    point = point._replace(table_VE=table_VE, bias_V=jnp.pad(point.bias_V, (0, 3)))
+    table_VE = np.pad(point.table_VE, ((0, 3), (0, 0)))
+    point = point._replace(table_VE=table_VE, bias_V=np.pad(point.bias_V, (0, 3)))
     memory = history(point)
     clean = {
         method: call_cached(method, point, memory, vocab=VOCAB)
         for method in CACHED_METHODS
     }
-    memory = memory._replace(words_BM=memory.words_BM.at[0, 1].set(word))
+    words_BM = np.array(memory.words_BM)
+    words_BM[0, 1] = word
+    memory = memory._replace(words_BM=words_BM)
     # Position 1 of the first text is seen by the two after it.
     strange_BS = np.zeros((2, 9), bool)
     strange_BS[0, 2:4] = True
@@ -216,7 +240,9 @@ def test_a_word_that_is_none_and_is_not_seen_changes_nothing():
     point = make_cached()
     memory = history(point)
     # The last position of a text is seen by none.
-    strange = memory._replace(words_BM=memory.words_BM.at[:, 8].set(-1))
+    words_BM = np.array(memory.words_BM)
+    words_BM[:, 8] = -1
+    strange = memory._replace(words_BM=words_BM)
     for method in CACHED_METHODS:
         found, expected = (
             call_cached(method, point, chosen) for chosen in (strange, memory)
@@ -229,8 +255,8 @@ def test_a_word_that_is_none_and_is_not_seen_changes_nothing():
 def test_a_state_without_weight_that_is_not_finite_is_not_remembered(value):
     point = make_cached()
     row, place = 1, 4  # in the middle of a text
-    weights_BS = point.weights_T.at[row, place].set(0.0)
-    spoilt_BSD = point.hidden_TD.at[row, place].set(value)
+    weights_BS, spoilt_BSD = np.array(point.weights_T), np.array(point.hidden_TD)
+    weights_BS[row, place], spoilt_BSD[row, place] = 0.0, value
 
     def loss(params, table_VE, hidden_BSD, segments_BS):
         changed = point._replace(
@@ -261,6 +287,7 @@ def test_entries_are_drawn_with_noise_of_a_high_range():
     point = make_cached()
 
     def draw():
+        compiled_cached.cache_clear()  # jax would run what it compiled before
         return np.asarray(call_cached("sample", point, history(point)))
 
     words_BS = draw()

@@ -11,35 +11,37 @@ INPUTS = oracle.make_inputs("mos")
 def test_one_component_is_a_softmax_of_the_tanh_context():
     head = softbottle.mos(1, "tanh")
     params = head.init(jax.random.key(1), oracle.HIDDEN, oracle.CONTEXT)
-    point = oracle.cast(INPUTS, jnp.float32)
-    latent_TE = point.hidden_TD @ params["latent_DKE"][:, 0]
-    context_TE = jnp.tanh(latent_TE + params["latent_bias_KE"])
-    ours_T = head.nll(params, *point[1:5])
-    plain_T = softbottle.softmax().nll({}, *point[1:3], context_TE, point.labels_T)
-    np.testing.assert_allclose(ours_T, plain_T, rtol=1e-5)
+
+    @jax.jit
+    def run(params, point):
+        latent_TE = point.hidden_TD @ params["latent_DKE"][:, 0]
+        context_TE = jnp.tanh(latent_TE + params["latent_bias_KE"])
+        plain = softbottle.softmax()
+        plain_T = plain.nll({}, *point[1:3], context_TE, point.labels_T)
+        return head.nll(params, *point[1:5]), plain_T
+
+    results = run(params, oracle.cast(INPUTS, jnp.float32))
+    np.testing.assert_allclose(*results, rtol=1e-5)
 
 
 def test_the_order_of_the_components_does_not_matter():
-    point = oracle.cast(INPUTS, jnp.float32)
-    order = jnp.array([2, 0, 1])
+    order = [2, 0, 1]
     params = {
-        "prior_DK": point.params["prior_DK"][:, order],
-        "latent_DKE": point.params["latent_DKE"][:, order],
-        "latent_bias_KE": point.params["latent_bias_KE"][order],
+        "prior_DK": INPUTS.params["prior_DK"][:, order],
+        "latent_DKE": INPUTS.params["latent_DKE"][:, order],
+        "latent_bias_KE": INPUTS.params["latent_bias_KE"][order],
     }
-    head = oracle.CASES["mos"].head
-    np.testing.assert_allclose(
-        head.nll(params, *point[1:5]), head.nll(*point[:5]), rtol=1e-5
-    )
+    moved, point = oracle.cast((INPUTS._replace(params=params), INPUTS), jnp.float32)
+    nll = jax.jit(oracle.CASES["mos"].head.nll)
+    np.testing.assert_allclose(nll(*moved[:5]), nll(*point[:5]), rtol=1e-5)
 
 
 def test_a_shift_of_all_logits_changes_nothing():
     point = oracle.cast(INPUTS, jnp.float32)
     head = oracle.CASES["mos"].head
     shifted = point._replace(bias_V=point.bias_V + 3.0)
-    np.testing.assert_allclose(
-        head.nll(*shifted[:5]), head.nll(*point[:5]), rtol=0, atol=1e-5
-    )
+    nll = jax.jit(head.nll)
+    np.testing.assert_allclose(nll(*shifted[:5]), nll(*point[:5]), rtol=0, atol=1e-5)
 
 
 def test_the_paper_counts_of_parameters_come_out():

@@ -19,8 +19,12 @@ pytestmark = pytest.mark.usefixtures("quick_keys")
 def bigram():
     """A run of a bigram model; its rows are more than its words."""
     functions, params = make(multiple=8)
-    params = jax.tree.map(lambda leaf: 2 * leaf, params)  # far from uniform
+    params = jax.tree.map(lambda leaf: 2 * np.asarray(leaf), params)  # not uniform
+    params = jax.device_put(params)
     return state.Run(configs.Config(), WORDS, functions, params, 0)
+
+
+compiled_truncated = jax.jit(truncated, static_argnums=(1, 2))
 
 
 def cut(p_V, top_k=0, top_p=1.0):
@@ -43,14 +47,14 @@ def test_what_is_kept_are_the_best_words_up_to_a_number_and_a_mass(top_k, top_p)
     # Not normalised: truncation is of the distribution that the scores stand for.
     score_V = np.random.default_rng(0).normal(size=37) * 2 + 3
     p_V = np.exp(score_V) / np.exp(score_V).sum()
-    found_V = truncated(np.asarray(score_V, np.float32), top_k, top_p)
+    found_V = compiled_truncated(np.asarray(score_V, np.float32), top_k, top_p)
     np.testing.assert_allclose(np.exp(found_V), cut(p_V, top_k, top_p), **CLOSE)
 
 
 @pytest.mark.parametrize("top_k, top_p", [(2, 1.0), (3, 1.0), (0, 0.45), (2, 0.45)])
 def test_words_as_probable_as_the_last_one_kept_are_kept_with_it(top_k, top_p):
     p_V = np.array([0.05, 0.2, 0.4, 0.2, 0.1, 0.05])
-    found_V = truncated(np.log(p_V).astype(np.float32), top_k, top_p)
+    found_V = compiled_truncated(np.log(p_V).astype(np.float32), top_k, top_p)
     np.testing.assert_allclose(np.exp(found_V), [0, 0.2, 0.4, 0.2, 0, 0], **CLOSE)
 
 
@@ -88,6 +92,7 @@ def test_sharpened_and_truncated_words_are_drawn_from_what_is_kept(bigram):
 @pytest.mark.slow
 def test_sharpened_words_are_drawn_with_noise_of_a_high_range(bigram):
     def words():
+        generating._programs.cache_clear()  # jax would run what it compiled before
         return list(generate(bigram, [2], 40, temperature=0.7, seed=3))
 
     usual = words()

@@ -119,9 +119,13 @@ def test_a_position_sees_the_states_just_before_it(positions, size):
 @pytest.mark.slow
 def test_the_best_word_is_that_of_the_largest_sum(float64):
     query_QD, key_MD, word_M, _, visible_QM = make_inputs()
-    score_QM = cache.similarities(query_QD, key_MD, visible_QM, SCALE)
-    found_Q = jax.jit(cache.best_word)(score_QM, word_M)
-    log_p_QV = np.asarray(cache.log_probs(score_QM, word_M, 5))
+
+    @jax.jit
+    def run(query_QD, key_MD, word_M):
+        score_QM = cache.similarities(query_QD, key_MD, visible_QM, SCALE)
+        return cache.best_word(score_QM, word_M), cache.log_probs(score_QM, word_M, 5)
+
+    found_Q, log_p_QV = map(np.asarray, run(query_QD, key_MD, word_M))
     for query, log_p_V in enumerate(log_p_QV):
         if query == EMPTY:
             assert found_Q[query] == -1 and np.all(np.isneginf(log_p_V))

@@ -16,8 +16,8 @@ Z = np.linspace(-6, 6, 101)
 
 def check(apply, theta, positive, slope):
     """Value and derivative of g against log f and its derivative."""
-    z = jnp.asarray(Z, jnp.float32)
-    ours, bar = jax.vmap(jax.value_and_grad(lambda one: apply(theta, one)))(z)
+    each = jax.vmap(jax.value_and_grad(lambda one: apply(theta, one)))
+    ours, bar = jax.jit(each)(Z.astype(np.float32))
     exact = np.log(positive({}, Z))
     oracle.assert_close(ours, exact, "float32")
     oracle.assert_close(bar, slope({}, Z), "float32")
@@ -47,8 +47,12 @@ def test_generalized_is_the_published_formula(center, slope):
 )
 def test_piecewise_maps_interpolate_and_go_on_beyond_the_knots(apply, even):
     knots = np.linspace(-1.7, 2.3, 5) if even else KNOTS
-    theta = activations.segments(*oracle.cast((knots, SLOPES), jnp.float32))
-    ours = getattr(activations, apply)(theta, jnp.asarray(Z, jnp.float32))
+
+    @jax.jit
+    def run(knots, slopes, z):
+        return getattr(activations, apply)(activations.segments(knots, slopes), z)
+
+    ours = run(*oracle.cast((knots, SLOPES, Z), jnp.float32))
     exact = oracle.overlaps(knots, Z) @ SLOPES
     exact -= (oracle.overlaps(knots, knots) @ SLOPES)[2]  # 0 at the middle knot
     oracle.assert_close(ours, exact, "float32")
@@ -66,12 +70,17 @@ FIXED = {
 @pytest.mark.parametrize("head", FIXED.values(), ids=FIXED)
 def test_the_form_in_base_2_has_the_same_value_and_slope(head):
     activation = head.activation({})
-    z = jnp.asarray([*Z, activations.DEAD], jnp.float32)
-    apply = functools.partial(activation.apply, activation.theta)
-    g, slope = jax.jvp(apply, (z,), (jnp.ones_like(z),))
-    g2, slope2 = activation.base2(activation.theta, z * activations.LOG2_E)
+
+    @jax.jit
+    def run(z):
+        apply = functools.partial(activation.apply, activation.theta)
+        g, slope = jax.jvp(apply, (z,), (jnp.ones_like(z),))
+        g2, slope2 = activation.base2(activation.theta, z * activations.LOG2_E)
+        return g, slope, g2, jnp.ones_like(z) if slope2 is None else slope2
+
+    results = run(np.array([*Z, activations.DEAD], np.float32))
+    g, slope, g2, slope2 = map(np.asarray, results)
     np.testing.assert_allclose(g2 / activations.LOG2_E, g, rtol=1e-5, atol=1e-5)
-    slope2 = jnp.ones_like(z) if slope2 is None else slope2
     np.testing.assert_allclose(slope2[:-1], slope[:-1], rtol=1e-5, atol=1e-6)
     # A row that is no word gets nothing, whatever g is.
     assert np.exp(g[-1]) == np.exp(g2[-1]) == 0 and np.isfinite(slope2[-1])

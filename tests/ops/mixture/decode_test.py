@@ -7,16 +7,25 @@ import pytest
 
 from softbottle import ops
 from softbottle.ops.mixture.activations import SIGSOFTMAX, SOFTMAX
-from softbottle.ops.mixture.decode import UNIT
 from tests import oracle
 from tests.ops.mixture.problem import paired
 
-# A table of three units and a rest, of which a little is padding.
-TOKENS, COMPONENTS, WIDTH, ROWS, VOCAB = 11, 3, 7, 3 * UNIT + 331, 3 * UNIT + 57
+# A table of three units and a rest, of which a little is padding. Units are small in
+# most tests, because noise is drawn for all words of a unit; else they have 1,024.
+UNIT = 64
+TOKENS, COMPONENTS, WIDTH, ROWS, VOCAB = 11, 3, 7, 3 * UNIT + 31, 3 * UNIT + 17
 UNIT_BYTES = 4 * COMPONENTS * UNIT
 # A token at a time by blocks of words; a few tokens; the whole at once.
 BUDGETS = [1, 4 * UNIT_BYTES, 2**40]
 STREAMED = BUDGETS[:-1]
+
+
+@pytest.fixture
+def _small_units(monkeypatch):
+    monkeypatch.setattr("softbottle.ops.mixture.decode.UNIT", UNIT)
+
+
+SMALL_UNITS = pytest.mark.usefixtures("_small_units")
 
 
 def make_mixture(tokens=TOKENS, rows=ROWS, seed=0):
@@ -42,15 +51,25 @@ def dense(mixture, vocab):
     return (np.exp(log_prior_TK)[:, :, None] * p_TKV).sum(axis=1)
 
 
-def run(function, budget, *extra, mixture=MIXTURE, vocab=VOCAB, activation=SIGSOFTMAX):
+def run(
+    function,
+    budget,
+    *extra,
+    mixture=MIXTURE,
+    vocab=VOCAB,
+    activation=SIGSOFTMAX,
+    compiler_options=None,
+):
     options = ops.Options(budget_bytes=budget, vocab=vocab)
 
     def call(*args):
         return function(*paired(*args), *extra, activation, options)
 
-    return jax.jit(call)(*oracle.cast(mixture, jnp.float32))
+    compiled = jax.jit(call, compiler_options=compiler_options)
+    return compiled(*oracle.cast(mixture, jnp.float32))
 
 
+@SMALL_UNITS
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_log_probs_equal_the_dense_ones(budget):
     log_p_TV = run(ops.log_probs, budget)
@@ -59,7 +78,7 @@ def test_log_probs_equal_the_dense_ones(budget):
     assert np.all(np.isneginf(log_p_TV[:, VOCAB:]))
 
 
-@pytest.mark.slow
+@SMALL_UNITS
 def test_log_probs_have_the_same_gradient_by_blocks():
     bar_TV = np.random.default_rng(1).uniform(size=(TOKENS, VOCAB)).astype(np.float32)
 
@@ -76,6 +95,7 @@ def test_log_probs_have_the_same_gradient_by_blocks():
     oracle.assert_close(ours(*point), whole(*point), "float32")
 
 
+@SMALL_UNITS
 @pytest.mark.parametrize("k", [5, 40, UNIT + 9, VOCAB])
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_top_k_are_the_best_of_the_whole_vocabulary(budget, k):
@@ -90,10 +110,11 @@ def test_top_k_are_the_best_of_the_whole_vocabulary(budget, k):
     oracle.assert_close(values_Tk, read_Tk, "float32")
 
 
-@pytest.mark.parametrize("k", [16, 700, 2000])
+@SMALL_UNITS
+@pytest.mark.parametrize("k", [16, 45, 130])
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_of_equally_probable_words_the_first_comes_first(budget, k):
-    # Few small integers: every score is exact and is shared by hundreds of words.
+    # Few small integers: every score is exact and is shared by many words.
     rng = np.random.default_rng(2)
     table_VE = rng.integers(0, 2, size=(ROWS, WIDTH)).astype(float)
     context_TKE = rng.integers(0, 2, size=MIXTURE[1].shape).astype(float)
@@ -105,6 +126,7 @@ def test_of_equally_probable_words_the_first_comes_first(budget, k):
     np.testing.assert_array_equal(ids_Tk, expected_TV[:, :k])
 
 
+@SMALL_UNITS
 @pytest.mark.slow
 @pytest.mark.parametrize("generator", ["threefry2x32", "unsafe_rbg"])
 def test_what_is_drawn_depends_on_the_key_and_not_on_blocks(generator):
@@ -121,11 +143,12 @@ def test_what_is_drawn_depends_on_the_key_and_not_on_blocks(generator):
     assert np.any(draw(8, BUDGETS[-1]) != whole_T)
 
 
+@SMALL_UNITS
 @pytest.mark.slow
 @pytest.mark.parametrize("budget", [2**18, 2**40])
 def test_words_are_drawn_as_often_as_they_are_probable(budget):
-    draws, vocab = 3000, UNIT + 301
-    one = make_mixture(tokens=1, rows=UNIT + 400)
+    draws, vocab = 3000, 5 * UNIT + 19
+    one = make_mixture(tokens=1, rows=5 * UNIT + 25)
     p_V = dense(one, vocab)[0]
     many = tuple(np.repeat(array, draws, axis=0) for array in one[:2]) + one[2:]
     words_T = run(ops.sample, budget, jax.random.key(3), mixture=many, vocab=vocab)
@@ -145,21 +168,23 @@ def test_rare_words_are_drawn_as_often_as_they_are_due(optimised):
     """Float32 noise must reach the 17 nats that a word of 3e-8 is behind.
 
     The noise of `jax.random.gumbel` ends at 15.9 unless it is asked for more, and then
-    none of the 9.5 rare words that are due among 400 is drawn.
+    none of the 2.4 rare words that are due among 100 is drawn.
     """
-    draws, common, rare, p_rare = 400, 16, 793_455, 3e-8
+    draws, common, rare, p_rare = 100, 16, 793_455, 3e-8
     share = rare * p_rare
     bias_V = np.full(common + rare, np.log(p_rare))
     bias_V[:common] = np.log((1 - share) / common)
     zeros = ((draws, 1), (draws, 1, 1), (common + rare, 1))
     mixture = (*map(np.zeros, zeros), bias_V)
     options = {"mixture": mixture, "vocab": None, "activation": SOFTMAX}
+    # All of LLVM's passes take longer than the draws.
+    options["compiler_options"] = {"xla_backend_optimization_level": 1}
     words_T = np.asarray(run(ops.sample, None, jax.random.key(1), **options))
     due = draws * share
-    assert abs(np.sum(words_T >= common) - due) < 2.5 * np.sqrt(due)
+    assert 1 <= np.sum(words_T >= common) < due + 2.5 * np.sqrt(due)
 
 
-@pytest.mark.slow
+@SMALL_UNITS
 def test_the_range_of_the_noise_is_not_left_to_a_setting_of_jax():
     def draw():
         return np.asarray(run(ops.sample, BUDGETS[-1], jax.random.key(2)))
@@ -192,7 +217,7 @@ def test_components_are_drawn_in_float32_whatever_the_prior_is(mixed_dtypes):
     assert abs(np.sum(words_T) - draws * p) < 4 * deviation
 
 
-@pytest.mark.slow
+@SMALL_UNITS
 def test_no_word_beyond_the_vocabulary_is_drawn():
     log_prior_TK, context_TKE, table_VE, bias_V = MIXTURE
     bias_V = np.where(np.arange(ROWS) < UNIT + 2, bias_V, 50.0)
@@ -222,7 +247,10 @@ def traced(name, budget):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["log_probs", "top_k", "sample"])
 def test_neither_all_logits_nor_a_second_table_are_held(name, optimised):
-    memory = traced(name, 2**22).lower().compile().memory_analysis()
+    # Memory is assigned before LLVM, whose passes over the noise take seconds.
+    quick = {"xla_backend_optimization_level": 0}
+    compiled = traced(name, 2**22).lower().compile(compiler_options=quick)
+    memory = compiled.memory_analysis()
     tokens, components, rows, width = SIZES.values()
     assert memory.temp_size_in_bytes < 4 * tokens * components * rows / 8
     assert memory.temp_size_in_bytes < 4 * rows * width / 2

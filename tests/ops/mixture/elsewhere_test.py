@@ -14,9 +14,16 @@ from softbottle.ops.mixture.activations import SIGSOFTMAX, SOFTMAX, Activation
 from softbottle.ops.mixture.arrays import Elsewhere, Targets
 from softbottle.ops.mixture.options import Options
 from tests import oracle
-from tests.ops.mixture.problem import TOKENS, VOCAB, make_problem, paired
+from tests.ops.mixture.problem import (
+    TOKENS,
+    VOCAB,
+    loss_and_gradient,
+    make_problem,
+    paired,
+)
 
 FIRST = 13
+BY = (0, 1, 2, 3, 5)
 LEARNED = Activation(
     lambda theta, z: z + theta[0] * jax.nn.log_sigmoid(z), params=(jnp.asarray(1.0),)
 )
@@ -53,55 +60,69 @@ def loss_in_pieces(*args):
     return api.loss(*in_pieces(*args))
 
 
-def whole_loss(activation, *arrays):
-    options = Options(implementation="reference")
-    return api.loss(*paired(*arrays), activation, options)
+def whole_step(problem, slope=1.0):
+    """The loss of the whole vocabulary and its gradient, that by the weights too."""
+    value, bars = loss_and_gradient(problem, slope=slope)
+    each = (problem._replace(weights_T=one_T) for one_T in np.eye(TOKENS))
+    nll_T = [loss_and_gradient(token, slope=slope)[0] for token in each]
+    return value, (*bars, np.where(problem.weights_T != 0, nll_T, 0.0))
 
 
-@pytest.mark.parametrize("implementation", ["blocked", "reference"])
-@pytest.mark.parametrize("budget", [800, 2**30])
-@pytest.mark.parametrize("activation", [SOFTMAX, SIGSOFTMAX, LEARNED])
+# The reference makes no blocks.
+@pytest.mark.parametrize(
+    "implementation, budget",
+    [("blocked", 800), ("blocked", 2**30), ("reference", None)],
+)
+@pytest.mark.parametrize(
+    "activation, slope", [(SOFTMAX, 1.0), (SIGSOFTMAX, 2.0), (LEARNED, 2.0)]
+)
 def test_a_loss_in_pieces_is_the_loss_of_the_whole(
-    implementation, budget, activation, float64
+    implementation, budget, activation, slope, float64
 ):
-    arrays = oracle.cast(problem_with_padding(), jnp.float64)
+    problem = problem_with_padding()
     options = Options(implementation=implementation, budget_bytes=budget)
-    by = (0, 1, 2, 3, 5)
-    exact = jax.value_and_grad(functools.partial(whole_loss, activation), by)(*arrays)
     ours = functools.partial(loss_in_pieces, options, activation)
-    oracle.assert_close(
-        jax.jit(jax.value_and_grad(ours, by))(*arrays), exact, "float64"
+    step = jax.jit(jax.value_and_grad(ours, BY))(*oracle.cast(problem, jnp.float64))
+    oracle.assert_close(step, whole_step(problem, slope), "float64")
+
+
+one_sided_step = jax.jit(
+    jax.value_and_grad(
+        functools.partial(loss_in_pieces, Options(implementation="blocked"), SOFTMAX),
+        BY,
     )
+)
 
 
 @pytest.mark.parametrize("shift", [-300.0, 300.0])
 def test_a_piece_that_has_nearly_all_the_mass(shift, float64):
     problem = problem_with_padding()
     bias_V = problem.bias_V + np.where(np.arange(VOCAB) < FIRST, shift, 0)
-    arrays = oracle.cast(problem._replace(bias_V=bias_V), jnp.float64)
-    by = (0, 1, 2, 3, 5)
-    exact = jax.value_and_grad(functools.partial(whole_loss, SOFTMAX), by)(*arrays)
-    options = Options(implementation="blocked")
-    ours = functools.partial(loss_in_pieces, options, SOFTMAX)
-    oracle.assert_close(
-        jax.jit(jax.value_and_grad(ours, by))(*arrays), exact, "float64"
-    )
+    problem = problem._replace(bias_V=bias_V)
+    step = one_sided_step(*oracle.cast(problem, jnp.float64))
+    oracle.assert_close(step, whole_step(problem), "float64")
 
 
 def test_scores_in_pieces_are_those_of_the_whole(float64):
-    arrays = oracle.cast(problem_with_padding(), jnp.float64)
-    mixture, vocabulary, targets = paired(*arrays)
-    exact = api.scores(mixture.context_TKE, vocabulary, targets.labels_T)
-    pieces = in_pieces(Options(), SOFTMAX, *arrays)
-    mixture, rest, targets, activation, options, elsewhere = pieces
-    inputs = mixture.context_TKE, rest, targets.labels_T, activation, options
-    oracle.assert_close(api.scores(*inputs, elsewhere), exact, "float64")
+    problem = problem_with_padding()
+    z_TKV = problem.context_TKE @ problem.table_VE.T + problem.bias_V
+    score_TK = z_TKV[np.arange(TOKENS), :, problem.labels_T]
+
+    @jax.jit
+    def run(*arrays):
+        pieces = in_pieces(Options(), SOFTMAX, *arrays)
+        mixture, rest, targets, activation, options, elsewhere = pieces
+        inputs = mixture.context_TKE, rest, targets.labels_T, activation, options
+        return api.scores(*inputs, elsewhere)
+
+    exact = (score_TK, np.log(np.exp(z_TKV).sum(axis=2)))
+    oracle.assert_close(run(*oracle.cast(problem, jnp.float64)), exact, "float64")
 
 
 @pytest.mark.parametrize("shards", [2, 4])
 @pytest.mark.parametrize("check", [True, False])
 def test_a_piece_beside_a_split_vocabulary(shards, check):
-    arrays = oracle.cast(problem_with_padding(), jnp.float32)
+    problem = problem_with_padding()
     mesh = jax.make_mesh((shards,), ("model",), axis_types=(AxisType.Auto,))
     options = Options(vocab_axis="model", implementation="blocked")
 
@@ -119,22 +140,26 @@ def test_a_piece_beside_a_split_vocabulary(shards, check):
         )
         return over(mixture, rest, targets, elsewhere)
 
-    by = (0, 1, 2, 3, 5)
-    exact = jax.value_and_grad(functools.partial(whole_loss, SOFTMAX), by)(*arrays)
-    oracle.assert_close(
-        jax.jit(jax.value_and_grad(ours, by))(*arrays), exact, "float32"
-    )
+    step = jax.jit(jax.value_and_grad(ours, BY))(*oracle.cast(problem, jnp.float32))
+    oracle.assert_close(step, whole_step(problem), "float32")
 
 
 def test_given_normalizers_are_those_of_more_words(float64):
-    arrays = oracle.cast(problem_with_padding(), jnp.float64)
-    mixture, vocabulary, targets = paired(*arrays)
-    log_p_TV = api.log_probs(mixture, vocabulary)
-    lse_TK = api.scores(mixture.context_TKE, vocabulary, targets.labels_T)[1]
-    rest = jax.tree.map(lambda array: array[FIRST:], vocabulary)
-    ours_TV = api.log_probs(mixture, rest, lse_TK=lse_TK)
-    np.testing.assert_allclose(ours_TV, log_p_TV[:, FIRST:], atol=1e-12)
-    values_Tk, ids_Tk = api.top_k(mixture, rest, 2, lse_TK=lse_TK)
-    best_Tk, at_Tk = jax.lax.top_k(log_p_TV[:, FIRST:], 2)
+    @jax.jit
+    def run(*arrays):
+        mixture, vocabulary, targets = paired(*arrays)
+        lse_TK = api.scores(mixture.context_TKE, vocabulary, targets.labels_T)[1]
+        rest = jax.tree.map(lambda array: array[FIRST:], vocabulary)
+        return (
+            api.log_probs(mixture, vocabulary)[:, FIRST:],
+            api.log_probs(mixture, rest, lse_TK=lse_TK),
+            api.top_k(mixture, rest, 2, lse_TK=lse_TK),
+        )
+
+    results = run(*oracle.cast(problem_with_padding(), jnp.float64))
+    whole_TV, ours_TV, (values_Tk, ids_Tk) = jax.tree.map(np.asarray, results)
+    np.testing.assert_allclose(ours_TV, whole_TV, atol=1e-12)
+    at_Tk = np.argsort(-whole_TV, axis=1)[:, :2]
+    best_Tk = np.take_along_axis(whole_TV, at_Tk, axis=1)
     np.testing.assert_allclose(values_Tk, best_Tk, atol=1e-12)
     np.testing.assert_array_equal(ids_Tk, at_Tk)

@@ -36,6 +36,7 @@ def paired(arrays):
     return gated.Tokens(*arrays[:3]), gated.Words(Vocabulary(table_SE, bias_S), *rest)
 
 
+@jax.jit
 def dense(context, feature, level, table, bias, vector, offset):
     """The logits [T, S], each component's weight written as its path in the tree."""
     gates = jnp.einsum("tjg,sg->tsj", feature, vector)
@@ -54,39 +55,44 @@ def dense(context, feature, level, table, bias, vector, offset):
     return total
 
 
+LABELS_T = np.arange(TOKENS, dtype=np.int32) % FREQUENT
+COTANGENT_2T = np.random.default_rng(1).normal(size=(2, TOKENS))
+
+
+def weighted(pair):
+    return sum(jnp.vdot(c, x) for c, x in zip(COTANGENT_2T, pair, strict=True))
+
+
+@jax.jit
+def exact_step(*arrays):
+    def total(*arrays):
+        logit_TS = dense(*arrays)
+        score_T = logit_TS[jnp.arange(TOKENS), LABELS_T]
+        return weighted((score_T, jax.nn.logsumexp(logit_TS, axis=1)))
+
+    return jax.value_and_grad(total, tuple(range(7)))(*arrays)
+
+
 @pytest.mark.parametrize("components", [2, 8])
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_scores_and_gradients_are_those_of_the_dense_logits(
     components, budget, float64
 ):
     arrays = oracle.cast(make_problem(components), jnp.float64)
-    labels_T = jnp.arange(TOKENS) % FREQUENT
-    cotangent_T = jnp.asarray(np.random.default_rng(1).normal(size=(2, TOKENS)))
-
-    def both(logit_TS):
-        score_T = logit_TS[jnp.arange(TOKENS), labels_T]
-        return score_T, jax.nn.logsumexp(logit_TS, axis=1)
-
-    def weighted(pair):
-        return sum(jnp.vdot(c, x) for c, x in zip(cotangent_T, pair, strict=True))
 
     def ours(*arrays):
         options = Options(budget_bytes=budget)
-        return weighted(gated.scores(*paired(arrays), labels_T, options))
+        return weighted(gated.scores(*paired(arrays), LABELS_T, options))
 
-    by = tuple(range(7))
-    exact = jax.value_and_grad(lambda *a: weighted(both(dense(*a))), by)(*arrays)
-    oracle.assert_close(
-        jax.jit(jax.value_and_grad(ours, by))(*arrays), exact, "float64"
-    )
+    step = jax.jit(jax.value_and_grad(ours, tuple(range(7))))
+    oracle.assert_close(step(*arrays), exact_step(*arrays), "float64")
 
 
 def test_four_components_have_the_weights_of_the_paper():
     g0, g1, g2 = 0.3, 0.6, 0.9
-    level = [jnp.log(g / (1 - g)) for g in (g0, g1, g2)]
-    values = jnp.eye(4)
+    level = [np.log(g / (1 - g)).astype(np.float32) for g in (g0, g1, g2)]
     np.testing.assert_allclose(
-        gated.tree(level, list(values)),
+        jax.jit(gated.tree)(level, list(np.eye(4, dtype=np.float32))),
         [g0 * g1, g0 * (1 - g1), (1 - g0) * g2, (1 - g0) * (1 - g2)],
         rtol=1e-6,
     )
@@ -95,21 +101,32 @@ def test_four_components_have_the_weights_of_the_paper():
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_logits_and_the_best_words(budget):
     arrays = make_problem()
-    exact_TS = dense(*arrays)
+    exact_TS = np.asarray(dense(*arrays))
     options = Options(budget_bytes=budget)
-    tokens, words = paired(oracle.cast(arrays, jnp.float32))
-    oracle.assert_close(gated.logits(tokens, words, options), exact_TS, "float32")
-    values_Tk, ids_Tk = gated.top_k(tokens, words, 3, options)
+
+    @jax.jit
+    def run(tokens, words):
+        best = gated.top_k(tokens, words, 3, options)
+        return gated.logits(tokens, words, options), best
+
+    inputs = paired(oracle.cast(arrays, jnp.float32))
+    logit_TS, (values_Tk, ids_Tk) = run(*inputs)
+    oracle.assert_close(logit_TS, exact_TS, "float32")
     np.testing.assert_array_equal(ids_Tk, np.argsort(-exact_TS, axis=1)[:, :3])
     oracle.assert_close(values_Tk, np.sort(exact_TS)[:, :-4:-1], "float32")
 
 
 def test_no_choice_of_chunks_changes_what_is_drawn():
     inputs = paired(oracle.cast(make_problem(), jnp.float32))
-    draws = [
-        gated.sample(*inputs, jax.random.key(0), Options(budget_bytes=budget))
-        for budget in BUDGETS
-    ]
+
+    @jax.jit
+    def run(tokens, words, key):
+        return [
+            gated.sample(tokens, words, key, Options(budget_bytes=budget))
+            for budget in BUDGETS
+        ]
+
+    draws = run(*inputs, jax.random.key(0))
     for drawn_T in draws:
         np.testing.assert_array_equal(drawn_T, draws[0])
     assert len(set(np.asarray(draws[0]))) > 2
@@ -150,6 +167,6 @@ def test_gradients_have_the_dtypes_of_their_inputs(dtype, mixed_dtypes):
     def total(tokens, words):
         return sum(map(jnp.sum, loss(tokens, words, jnp.zeros(TOKENS, jnp.int32))))
 
-    value, bars = jax.value_and_grad(total, (0, 1))(*inputs)
+    value, bars = jax.jit(jax.value_and_grad(total, (0, 1)))(*inputs)
     assert value.dtype == jnp.float32
     assert {leaf.dtype for leaf in jax.tree.leaves(bars)} == {jnp.dtype(dtype)}
