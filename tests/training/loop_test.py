@@ -24,7 +24,7 @@ from tests.tiny import make_config
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 
 
-pytestmark = pytest.mark.usefixtures("quick_keys")
+pytestmark = pytest.mark.usefixtures("quick_keys", "shared_evaluators")
 
 
 def tiny(**fields):
