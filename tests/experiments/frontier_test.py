@@ -25,7 +25,9 @@ from softbottle.experiments.frontier_arms import ARMS, Arm, Key, Variants
 from softbottle.training import evaluate, loop, state
 from tests import commands, tiny
 
-pytestmark = pytest.mark.usefixtures("quick_keys", "known_settings")
+pytestmark = pytest.mark.usefixtures(
+    "quick_keys", "shared_evaluators", "known_settings"
+)
 
 TEXT = {"train": "hash"}
 PAIR = ("softmax", "mos-7-tanh")

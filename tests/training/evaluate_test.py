@@ -21,7 +21,13 @@ def make(backbone="window", multiple=1):
     config.regularise.output = config.regularise.latent = 0.5
     config.regularise.rows = config.regularise.activation = 0.5
     functions = model.make(configs.validate(config), VOCAB)
-    return functions, jax.jit(functions.init)(jax.random.key(0))
+    random = np.random.default_rng(0)
+
+    def draw(leaf):
+        return random.uniform(-0.7, 0.7, leaf.shape).astype(leaf.dtype)
+
+    shapes = jax.eval_shape(functions.init, jax.random.key(0))
+    return functions, jax.tree.map(draw, shapes)
 
 
 def make_ids(count, seed=0):
