@@ -1,6 +1,7 @@
 """What every test stands on: strictness, eight devices, and no GPU test without one."""
 
 import functools
+import gc
 import importlib.metadata
 import os
 import tempfile
@@ -40,6 +41,7 @@ LONGEST = ("distributed", "sharding", "loop", "contract", "recipe", "model", "mo
 
 
 def pytest_collection_modifyitems(items):
+    gc.freeze()  # what was imported stays: no collection need look at it again
     order = {f"{name}_test": place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
     if jax.default_backend() == "gpu":

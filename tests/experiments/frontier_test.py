@@ -86,8 +86,9 @@ def make_row(arm, rate=0.002, seed=0, loss=4.0, **fields):
 
 @pytest.fixture
 def undrawn(monkeypatch):
-    """The picture is empty, which takes no time."""
-    monkeypatch.setattr(frontier_plot, "draw", lambda rows: Figure(figsize=(1, 1)))
+    """The pictures are empty, which takes no time."""
+    for name in ("draw", "cover"):
+        monkeypatch.setattr(frontier_plot, name, lambda rows: Figure(figsize=(1, 1)))
 
 
 @pytest.fixture
