@@ -5,6 +5,8 @@ import pathlib
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from softbottle import config as configs
 from softbottle import model as models
@@ -71,7 +73,10 @@ def make_run(
     """
     functions = models.make(configs.validate(config), len(vocab))
     params = jax.jit(functions.init)(jax.random.key(seed))
-    params = jax.tree.map(lambda leaf: scale * leaf, params)
+    if scale != 1.0:
+        params = jax.tree.map(
+            lambda leaf: jnp.asarray(scale * np.asarray(leaf)), params
+        )
     return state.Run(config, vocab, functions, params, 0)
 
 
