@@ -12,6 +12,7 @@ from softbottle import config as configs
 from softbottle import heads, sharding
 from softbottle import model as models
 from softbottle.data.batches import Batch
+from tests import tiny
 
 VOCAB, WIDTH, LAST, ROWS, LENGTH = 11, 5, 7, 3, 6
 CLOSE = {"rtol": 2e-5, "atol": 1e-6}
@@ -50,12 +51,7 @@ def make_config(head="mos", backbone="window", **regularise):
 def make(config, vocab=VOCAB):
     """A model and parameters that numpy draws, so that no program makes them."""
     model = models.make(configs.validate(config), vocab)
-    random = np.random.default_rng(0)
-
-    def draw(leaf):
-        return random.uniform(-0.7, 0.7, leaf.shape).astype(leaf.dtype)
-
-    return model, jax.tree.map(draw, jax.eval_shape(model.init, make_key(0)))
+    return model, tiny.draw(jax.eval_shape(model.init, make_key(0)))
 
 
 def make_batch(rows=ROWS, length=LENGTH, seed=0):

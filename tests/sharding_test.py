@@ -71,15 +71,9 @@ class Parts:
 
     def drawn(self):
         """A state that numpy draws and no program makes, in its places on the mesh."""
-        rng = np.random.default_rng(0)
-
-        def draw(leaf):
-            array = 0.3 * rng.standard_normal(leaf.shape)
-            return array.astype(leaf.dtype)
-
         arguments = (self.config, self.model, self.tx)
         shapes = jax.eval_shape(functools.partial(step_lib.init_state, *arguments))
-        state = jax.tree.map(draw, shapes)
+        state = tiny.draw(shapes)
         if self.mesh is None:
             return jax.device_put(state)
         like = step_lib.abstract_state(*arguments, self.mesh)

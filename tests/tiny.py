@@ -59,6 +59,15 @@ def change(config: configs.Config, **fields: Any) -> configs.Config:
     return config
 
 
+def draw(shapes: Any, seed: int = 0) -> Any:
+    """Arrays of these shapes that numpy draws: nothing is compiled to have them."""
+    random = np.random.default_rng(seed)
+    return jax.tree.map(
+        lambda leaf: (0.4 * random.standard_normal(leaf.shape)).astype(leaf.dtype),
+        shapes,
+    )
+
+
 def make_words(count: int) -> Vocab:
     """The end of a line and w1, w2, ..."""
     return Vocab(("<eos>", *(f"w{index}" for index in range(1, count))))

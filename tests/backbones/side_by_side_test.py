@@ -9,6 +9,7 @@ import pytest
 
 from softbottle import backbones
 from softbottle.config import Config
+from tests import tiny
 
 ROWS, LENGTH = 2, 7
 
@@ -31,17 +32,13 @@ def apply(model, *arguments, **settings):
 
 def setup(model):
     """Parameters that numpy draws, and the inputs of a call."""
-    random = np.random.default_rng(0)
-
-    def draw(size):
-        return 0.4 * random.standard_normal(size).astype(np.float32)
-
-    embedded_BSE = draw((ROWS, LENGTH, 5))
+    shape = jax.ShapeDtypeStruct((ROWS, LENGTH, 5), np.float32)
+    embedded_BSE = tiny.draw(shape, seed=1)
     segments_BS = np.ones((ROWS, LENGTH), np.int32)
     inputs = (embedded_BSE, model.initial_carry(ROWS), segments_BS)
     init = functools.partial(model.init, train=False)
     shapes = jax.eval_shape(init, jax.random.key(1), *inputs)
-    return jax.tree.map(lambda leaf: draw(leaf.shape), shapes), inputs
+    return tiny.draw(shapes), inputs
 
 
 @pytest.mark.slow

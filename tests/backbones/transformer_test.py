@@ -9,6 +9,7 @@ import pytest
 from softbottle import backbones
 from softbottle.backbones import dropout, transformer
 from softbottle.config import Config
+from tests import tiny
 
 ROWS, LENGTH, DIM = 2, 11, 12
 
@@ -37,16 +38,9 @@ def shapes_of(model, dim=DIM):
     return jax.eval_shape(lambda *a: model.init(*a, train=False), *arguments)
 
 
-def draw(shapes):
-    rng = np.random.default_rng(1)
-    return jax.tree.map(
-        lambda leaf: (0.3 * rng.normal(size=leaf.shape)).astype(leaf.dtype), shapes
-    )
-
-
 @pytest.fixture(scope="module")
 def variables():
-    return draw(shapes_of(make()))
+    return tiny.draw(shapes_of(make()))
 
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames="train")

@@ -5,6 +5,7 @@ import pytest
 from softbottle import config as configs
 from softbottle import model
 from softbottle.training import evaluate
+from tests import tiny
 
 VOCAB, WIDTH = 11, 3
 
@@ -21,13 +22,8 @@ def make(backbone="window", multiple=1):
     config.regularise.output = config.regularise.latent = 0.5
     config.regularise.rows = config.regularise.activation = 0.5
     functions = model.make(configs.validate(config), VOCAB)
-    random = np.random.default_rng(0)
-
-    def draw(leaf):
-        return random.uniform(-0.7, 0.7, leaf.shape).astype(leaf.dtype)
-
     shapes = jax.eval_shape(functions.init, jax.random.key(0))
-    return functions, jax.tree.map(draw, shapes)
+    return functions, tiny.draw(shapes)
 
 
 def make_ids(count, seed=0):
