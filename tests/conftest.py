@@ -1,5 +1,7 @@
 """What every test stands on: strictness, eight devices, and no GPU test without one."""
 
+import functools
+import gc
 import importlib.metadata
 import os
 import tempfile
@@ -26,6 +28,8 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 import jax
 import pytest
 
+from softbottle.training import evaluate
+
 # Set before any device is touched, or the machine's own single device stays.
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -37,6 +41,7 @@ LONGEST = ("distributed", "sharding", "loop", "contract", "recipe", "model", "mo
 
 
 def pytest_collection_modifyitems(items):
+    gc.freeze()  # what was imported stays: no collection need look at it again
     order = {f"{name}_test": place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
     if jax.default_backend() == "gpu":
@@ -70,6 +75,15 @@ def quick_keys():
     jax.config.update("jax_default_prng_impl", "unsafe_rbg")
     yield
     jax.config.update("jax_default_prng_impl", generator)
+
+
+@pytest.fixture(scope="module")
+def shared_evaluators():
+    """Runs of equal settings are evaluated by one program, and not each by its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        once = functools.cache(evaluate.make_evaluator)
+        patch.setattr(evaluate, "make_evaluator", once)
+        yield
 
 
 @pytest.fixture

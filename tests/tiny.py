@@ -5,6 +5,8 @@ import pathlib
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from softbottle import config as configs
 from softbottle import model as models
@@ -57,6 +59,15 @@ def change(config: configs.Config, **fields: Any) -> configs.Config:
     return config
 
 
+def draw(shapes: Any, seed: int = 0) -> Any:
+    """Arrays of these shapes that numpy draws: nothing is compiled to have them."""
+    random = np.random.default_rng(seed)
+    return jax.tree.map(
+        lambda leaf: (0.4 * random.standard_normal(leaf.shape)).astype(leaf.dtype),
+        shapes,
+    )
+
+
 def make_words(count: int) -> Vocab:
     """The end of a line and w1, w2, ..."""
     return Vocab(("<eos>", *(f"w{index}" for index in range(1, count))))
@@ -70,12 +81,11 @@ def make_run(
     Times a `scale` of 2, what they say depends on more than the last word.
     """
     functions = models.make(configs.validate(config), len(vocab))
-
-    @jax.jit
-    def init(key):
-        return jax.tree.map(lambda leaf: scale * leaf, functions.init(key))
-
-    params = init(jax.random.key(seed))
+    params = jax.jit(functions.init)(jax.random.key(seed))
+    if scale != 1.0:
+        params = jax.tree.map(
+            lambda leaf: jnp.asarray(scale * np.asarray(leaf)), params
+        )
     return state.Run(config, vocab, functions, params, 0)
 
 

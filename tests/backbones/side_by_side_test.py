@@ -1,13 +1,15 @@
 """States of several layers and positions, for heads that read them side by side."""
 
+import functools
+
 import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from softbottle import backbones
 from softbottle.config import Config
+from tests import tiny
 
 ROWS, LENGTH = 2, 7
 
@@ -22,17 +24,21 @@ def make(backbone, layers, positions, **rates):
     return config, backbones.make(config, None, layers, positions)
 
 
+@functools.partial(jax.jit, static_argnums=0, static_argnames=("train", "mutable"))
 def apply(model, *arguments, **settings):
-    """Compiled as one: operation by operation would take longer."""
-    call = jax.jit(model.apply, static_argnames=("train", "mutable"))
-    return call(*arguments, **settings)
+    """Compiled as one, and once for equal models."""
+    return model.apply(*arguments, **settings)
 
 
 def setup(model):
-    embedded_BSE = jax.random.normal(jax.random.key(0), (ROWS, LENGTH, 5))
-    inputs = (embedded_BSE, model.initial_carry(ROWS), jnp.ones((ROWS, LENGTH), int))
-    init = jax.jit(model.init, static_argnames="train")
-    return init(jax.random.key(1), *inputs, train=False), inputs
+    """Parameters that numpy draws, and the inputs of a call."""
+    shape = jax.ShapeDtypeStruct((ROWS, LENGTH, 5), np.float32)
+    embedded_BSE = tiny.draw(shape, seed=1)
+    segments_BS = np.ones((ROWS, LENGTH), np.int32)
+    inputs = (embedded_BSE, model.initial_carry(ROWS), segments_BS)
+    init = functools.partial(model.init, train=False)
+    shapes = jax.eval_shape(init, jax.random.key(1), *inputs)
+    return tiny.draw(shapes), inputs
 
 
 @pytest.mark.slow
@@ -41,12 +47,12 @@ def test_the_layers_below_are_those_that_the_instruments_see(backbone):
     config, wide = make(backbone, 3, 1)
     narrow = backbones.make(config)
     variables, inputs = setup(wide)
-    plain, seen = apply(
-        narrow, variables, *inputs, train=False, mutable="intermediates"
+    plain, seen = jax.device_get(
+        apply(narrow, variables, *inputs, train=False, mutable="intermediates")
     )
-    found = apply(wide, variables, *inputs, train=False)
+    found = jax.device_get(apply(wide, variables, *inputs, train=False))
     assert found.hidden_BSD.shape[-1] == sum(backbones.read_widths(config, 3, 1))
-    last, *below = jnp.split(found.hidden_BSD, (6, 14), axis=-1)
+    last, *below = np.split(found.hidden_BSD, (6, 14), axis=-1)
     chex.assert_trees_all_close(last, plain.hidden_BSD, atol=1e-6)
     chex.assert_trees_all_close(found.raw_BSD, plain.raw_BSD, atol=1e-6)
     chex.assert_trees_all_close(found.carry, plain.carry, atol=1e-6)
@@ -56,7 +62,7 @@ def test_the_layers_below_are_those_that_the_instruments_see(backbone):
         # What enters the last two blocks has left the two below; of root mean square 1.
         entering = seen["intermediates"]["entering_LBSD"][0][:0:-1]
         expected = [
-            each / jnp.sqrt(jnp.mean(each**2, axis=-1, keepdims=True) + 1e-6)
+            each / np.sqrt(np.mean(each**2, axis=-1, keepdims=True) + 1e-6)
             for each in entering
         ]
     chex.assert_trees_all_close(below, list(expected), atol=1e-6)
@@ -67,8 +73,8 @@ def test_the_lower_states_of_an_lstm_are_dropped_as_the_next_layer_gets_them():
     _, wide = make("awd_lstm", 2, 1, hidden=0.5)
     variables, inputs = setup(wide)
     key = {"dropout": jax.random.key(2)}
-    below = apply(wide, variables, *inputs, train=True, rngs=key).hidden_BSD[:, :, 6:]
-    gone = np.asarray(below == 0)
+    hidden_BSD = apply(wide, variables, *inputs, train=True, rngs=key).hidden_BSD
+    gone = np.asarray(hidden_BSD)[:, :, 6:] == 0
     assert gone.any() and not gone.all()
     np.testing.assert_array_equal(gone, np.broadcast_to(gone[:, :1], gone.shape))
 
@@ -79,12 +85,13 @@ def test_positions_are_newest_first_and_zero_before_their_segment(backbone):
     _, wide = make(backbone, 1, 3)
     _, narrow = make(backbone, 1, 1)
     variables, (embedded_BSE, carry, _) = setup(wide)
-    segments_BS = jnp.array([[1, 1, 1, 1, 2, 2, 2], [1, 2, 2, 2, 2, 0, 0]])
+    segments_BS = np.array([[1, 1, 1, 1, 2, 2, 2], [1, 2, 2, 2, 2, 0, 0]])
     plain_BSD = apply(
         narrow,
         *(variables, embedded_BSE, narrow.initial_carry(ROWS), segments_BS),
         train=False,
     ).hidden_BSD
+    plain_BSD = np.asarray(plain_BSD)
     found = apply(wide, variables, embedded_BSE, carry, segments_BS, train=False)
     expected = np.zeros((ROWS, LENGTH, 3, 6), np.float32)
     for row, place, back in np.ndindex(ROWS, LENGTH, 3):
@@ -111,7 +118,7 @@ def test_two_halves_of_a_stream_equal_the_whole(cut):
         )
         carry = trunk.carry
         parts.append(trunk.hidden_BSD)
-    joined_BSD = jnp.concatenate(parts, axis=1)
+    joined_BSD = np.concatenate(parts, axis=1)
     chex.assert_trees_all_close(joined_BSD, whole.hidden_BSD, atol=1e-6)
     chex.assert_trees_all_close(carry, whole.carry, atol=1e-6)
 

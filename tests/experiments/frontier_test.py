@@ -25,7 +25,9 @@ from softbottle.experiments.frontier_arms import ARMS, Arm, Key, Variants
 from softbottle.training import evaluate, loop, state
 from tests import commands, tiny
 
-pytestmark = pytest.mark.usefixtures("quick_keys", "known_settings")
+pytestmark = pytest.mark.usefixtures(
+    "quick_keys", "shared_evaluators", "known_settings"
+)
 
 TEXT = {"train": "hash"}
 PAIR = ("softmax", "mos-7-tanh")
@@ -84,8 +86,9 @@ def make_row(arm, rate=0.002, seed=0, loss=4.0, **fields):
 
 @pytest.fixture
 def undrawn(monkeypatch):
-    """The picture is empty, which takes no time."""
-    monkeypatch.setattr(frontier_plot, "draw", lambda rows: Figure(figsize=(1, 1)))
+    """The pictures are empty, which takes no time."""
+    for name in ("draw", "cover"):
+        monkeypatch.setattr(frontier_plot, name, lambda rows: Figure(figsize=(1, 1)))
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 from softbottle.experiments import sweep
 from tests import tiny
 
-pytestmark = pytest.mark.usefixtures("quick_keys")
+pytestmark = pytest.mark.usefixtures("quick_keys", "shared_evaluators")
 
 
 def make_config():

@@ -1,6 +1,7 @@
 import json
 import os
 import shlex
+import shutil
 import signal
 
 import pytest
@@ -12,28 +13,35 @@ from softbottle.experiments import trial
 from softbottle.training import metrics
 from tests import tiny
 
-pytestmark = pytest.mark.usefixtures("quick_keys")
+pytestmark = pytest.mark.usefixtures("quick_keys", "shared_evaluators")
+
+
+@pytest.fixture(scope="module")
+def tried(tmp_path_factory):
+    """(folder, summary) of a trial; copied before it is changed."""
+    workdir = tmp_path_factory.mktemp("trial")
+    return workdir, trial.run(tiny.make_config(), workdir)
 
 
 @pytest.mark.slow
-def test_a_trial_adds_the_truth_and_its_pictures_to_the_summary(tmp_path):
-    summary = trial.run(tiny.make_config(), tmp_path)
-    assert json.loads((tmp_path / "summary.json").read_text()) == summary
+def test_a_trial_adds_the_truth_and_its_pictures_to_the_summary(tried):
+    workdir, summary = tried
+    assert json.loads((workdir / "summary.json").read_text()) == summary
     assert {
         *("test_perplexity", "true_perplexity", "kl", "rank", "softmax_rank_bound"),
         *("true_rank", "parameters", "seconds"),
     } <= set(summary)
     for picture in ("quickstart.png", "valid.png"):
-        assert (tmp_path / picture).stat().st_size > 0
+        assert (workdir / picture).stat().st_size > 0
 
 
-def test_a_trial_whose_metrics_were_lost_draws_no_curve_and_says_so(tmp_path):
-    trial.run(tiny.make_config(), tmp_path)
+def test_a_trial_whose_metrics_were_lost_draws_no_curve_and_says_so(tried, tmp_path):
+    workdir = shutil.copytree(tried[0], tmp_path / "copied")
     for name in ("metrics.jsonl", "valid.png"):
-        (tmp_path / name).unlink()
+        (workdir / name).unlink()
     with pytest.warns(UserWarning, match="no curve is drawn"):
-        assert trial.run(tiny.make_config(), tmp_path)["kl"] > 0
-    assert not (tmp_path / "valid.png").exists()
+        assert trial.run(tiny.make_config(), workdir)["kl"] > 0
+    assert not (workdir / "valid.png").exists()
 
 
 @pytest.mark.slow

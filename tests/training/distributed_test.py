@@ -22,7 +22,7 @@ SIZES = {
     "mesh.model": 2,
     "train.steps": STEPS,
     "train.eval_every": 30,
-    "train.checkpoint_every": 10,
+    "train.checkpoint_every": 20,
     "train.log_every": 1,
     "train.equal_softmax": False,
     "train.same_width_softmax": False,
@@ -139,11 +139,11 @@ def ask(job, process, step):
 
 @pytest.mark.slow
 def test_a_job_killed_and_preempted_goes_on_with_other_processes(start, undisturbed):
-    kill(start("run"), 1, 13)
+    kill(start("run"), 1, 23)
     # The checkpoint of two processes is good for one of four devices, and back.
-    ask(start("run", processes=1, devices=4), 0, 17)
+    ask(start("run", processes=1, devices=4), 0, 27)
     # One is asked, and both save at the same step.
-    ask(start("run"), 1, 33)
+    ask(start("run"), 1, 37)
     job = start("run")
     check_finished(job, undisturbed)
     # The first process alone speaks.

@@ -6,7 +6,7 @@ import pytest
 from softbottle.analysis.instruments import lowrank
 
 STATES, WIDTH, WORDS, TRUE_RANK = 3001, 7, 11, 2
-LONG = lowrank.Training(steps=1500, batch=256, learning_rate=3e-2)
+LONG = lowrank.Training(steps=300, batch=256, learning_rate=3e-2)
 
 
 def make_text(rank=TRUE_RANK):
