@@ -5,7 +5,6 @@ import pytest
 from softbottle import config as configs
 from softbottle import model
 from softbottle.training import evaluate
-from tests import tiny
 
 VOCAB, WIDTH = 11, 3
 
@@ -22,8 +21,7 @@ def make(backbone="window", multiple=1):
     config.regularise.output = config.regularise.latent = 0.5
     config.regularise.rows = config.regularise.activation = 0.5
     functions = model.make(configs.validate(config), VOCAB)
-    shapes = jax.eval_shape(functions.init, jax.random.key(0))
-    return functions, tiny.draw(shapes)
+    return functions, jax.jit(functions.init)(jax.random.key(0))
 
 
 def make_ids(count, seed=0):
