@@ -117,6 +117,8 @@ def _loss(route, activation, options, mixture, vocabulary, targets, elsewhere):
 
 
 def _loss_forward(route, activation, options, mixture, vocabulary, targets, elsewhere):
+    # A constant of a jitted function comes as NumPy's, which no tracer indexes.
+    vocabulary = jax.tree.map(jnp.asarray, vocabulary)
     context_TKE, table_VE = mixture.context_TKE, vocabulary.table_VE
     padded = _pad(route, context_TKE, vocabulary, options)
     whole = Vocabulary(table_VE.astype(padded.table_NPQ.dtype), vocabulary.bias_V)

@@ -219,7 +219,8 @@ def over_chunks(
 
 
 def _target_logit(context_TKE, vocabulary, labels_T, options):
-    table_VE, bias_V = vocabulary
+    # A constant of a jitted function comes as NumPy's, which no tracer indexes.
+    table_VE, bias_V = map(jnp.asarray, vocabulary)
     label_T, owned_T = shards.local_labels(labels_T, len(table_VE), options)
     dtype = product_dtype(options, context_TKE, table_VE)
     wide = sum_dtype(context_TKE, table_VE)
