@@ -246,7 +246,11 @@ def read(folder: pathlib.Path, step: int, like: Tree) -> tuple[Tree, dict[str, A
             f"step {step} in {folder} cannot be read: {error}"
         ) from error
     tree = jax.tree.map(
-        lambda leaf, value: value if leaf.size else jnp.zeros_like(leaf),
+        lambda leaf, value: (
+            value
+            if leaf.size
+            else jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
+        ),
         like,
         restored["tree"],
     )

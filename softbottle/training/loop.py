@@ -184,23 +184,15 @@ def _prepare(config, workdir, held):
 
 def _start(trainer):
     """The newest checkpoint's state and history, or those of a new run."""
-    config, mesh, model = trainer.config, trainer.mesh, trainer.model
-    bias_V = None
-    if config.model.bias_start == "frequency":
-        counts_V = np.bincount(trainer.corpus.train, minlength=model.vocab)
-        bias_V = heads.log_frequencies(counts_V)
-    state = step_lib.init_state(config, model, optim.make(config.optim), mesh, bias_V)
-    history = History()
-    if trainer.latest.latest() is not None:
-        state, host = trainer.latest.restore(state)
+    config, mesh = trainer.config, trainer.mesh
+    tx = optim.make(config.optim)
+    if trainer.latest.latest() is None:
+        state, history = _first_state(trainer, tx), History()
+    else:
+        like = step_lib.abstract_state(config, trainer.model, tx, mesh)
+        state, host = trainer.latest.restore(like)
         trainer.stream.seek(host["position"])
         history = History(**host["history"])
-    elif config.train.init_from:
-        start = state_lib.load_run(config.train.init_from, mesh=mesh)
-        state_lib.check_same_model(start, config, trainer.corpus.vocab)
-        placed = jax.tree.map(lambda leaf: leaf.sharding, state.opt_state)
-        init = jax.jit(optim.make(config.optim).init, out_shardings=placed)
-        state = state.replace(params=start.params, opt_state=init(start.params))
     # Checkpoints after the step that the run resumes from will be written again.
     for checkpoints in (trainer.best, trainer.series):
         if checkpoints is not None:
@@ -212,6 +204,23 @@ def _start(trainer):
         # On one device from the start, or the second step would be compiled again.
         state = jax.device_put(state, jax.devices()[0])
     return state, history
+
+
+def _first_state(trainer, tx):
+    """The state of a new run, with the parameters of another if it names one."""
+    config, mesh, model = trainer.config, trainer.mesh, trainer.model
+    bias_V = None
+    if config.model.bias_start == "frequency":
+        counts_V = np.bincount(trainer.corpus.train, minlength=model.vocab)
+        bias_V = heads.log_frequencies(counts_V)
+    state = step_lib.init_state(config, model, tx, mesh, bias_V)
+    if not config.train.init_from:
+        return state
+    start = state_lib.load_run(config.train.init_from, mesh=mesh)
+    state_lib.check_same_model(start, config, trainer.corpus.vocab)
+    placed = jax.tree.map(lambda leaf: leaf.sharding, state.opt_state)
+    init = jax.jit(tx.init, out_shardings=placed)
+    return state.replace(params=start.params, opt_state=init(start.params))
 
 
 def _best_loss(trainer):

@@ -141,10 +141,12 @@ def abstract_state(
     config: config_lib.Config,
     model: model_lib.Model,
     tx: optax.GradientTransformationExtraArgs,
-    mesh: Mesh,
+    mesh: Mesh | None,
 ) -> TrainState:
-    """The shapes and places of the state's arrays on a mesh."""
+    """The shapes of the state's arrays and, on a mesh, their places."""
     shapes = jax.eval_shape(_builder(config, model, tx))
+    if mesh is None:
+        return shapes
     places = TrainState(
         sharding.everywhere(mesh, shapes.step),
         sharding.shardings(mesh, shapes.params),
@@ -165,10 +167,7 @@ def check_memory(
     Found from shapes, before anything is allocated. What a step needs beside them
     (activations, blocks of logits) is not counted: `softbottle compile` tells.
     """
-    if mesh is None:
-        like = jax.eval_shape(_builder(config, model, tx))
-    else:
-        like = abstract_state(config, model, tx, mesh)
+    like = abstract_state(config, model, tx, mesh)
     sizes = [sharding.bytes_per_device(tree) for tree in (like.params, like.opt_state)]
     needed, capacity = 2 * sizes[0] + sizes[1], sharding.device_memory(mesh)
     if needed > capacity:

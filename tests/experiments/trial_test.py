@@ -39,7 +39,10 @@ def test_a_trial_whose_metrics_were_lost_draws_no_curve_and_says_so(tried, tmp_p
     workdir = shutil.copytree(tried[0], tmp_path / "copied")
     for name in ("metrics.jsonl", "valid.png"):
         (workdir / name).unlink()
-    with pytest.warns(UserWarning, match="no curve is drawn"):
+    with (
+        pytest.warns(UserWarning, match="metrics.jsonl was deleted or cut short"),
+        pytest.warns(UserWarning, match="no curve is drawn"),
+    ):
         assert trial.run(tiny.make_config(), workdir)["kl"] > 0
     assert not (workdir / "valid.png").exists()
 
