@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from softbottle.ops.mixture import classes, shards
+from softbottle.ops.mixture import classes, rows, shards
 from softbottle.ops.mixture.activations import Activation
 from softbottle.ops.mixture.arrays import Elsewhere, Mixture, Targets, Vocabulary
 from softbottle.ops.mixture.options import Options, product_dtype, sum_dtype
@@ -62,8 +62,8 @@ def target_score(
     context_TKE = classes.of_label(context_TKE, labels_T)
     z_TK, owned_T = _target_logit(context_TKE, vocabulary, labels_T, options)
     score_TK = activation.apply(activation.theta, z_TK)
-    rows = len(vocabulary.table_VE)
-    return shards.from_owner(score_TK, owned_T, labels_T, rows, options)
+    words = len(vocabulary.table_VE)
+    return shards.from_owner(score_TK, owned_T, labels_T, words, options)
 
 
 def target_score_and_slope(
@@ -219,14 +219,10 @@ def over_chunks(
 
 
 def _target_logit(context_TKE, vocabulary, labels_T, options):
-    # A constant of a jitted function comes as NumPy's, which no tracer indexes.
-    table_VE, bias_V = map(jnp.asarray, vocabulary)
+    table_VE = vocabulary.table_VE
     label_T, owned_T = shards.local_labels(labels_T, len(table_VE), options)
     dtype = product_dtype(options, context_TKE, table_VE)
     wide = sum_dtype(context_TKE, table_VE)
-    z_TK = jnp.einsum(
-        "tke,te->tk",
-        context_TKE.astype(dtype).astype(wide),
-        table_VE[label_T].astype(dtype).astype(wide),
-    )
-    return z_TK + bias_V[label_T].astype(wide)[:, None], owned_T
+    row_TE, bias_T = rows.take(vocabulary, label_T, dtype, wide)
+    z_TK = jnp.einsum("tke,te->tk", context_TKE.astype(dtype).astype(wide), row_TE)
+    return z_TK + bias_T[:, None], owned_T

@@ -3,7 +3,7 @@
     d table = E' @ (scale context), and the labels' rows put right
 
 Axes: N classes of words; P words of one, padded; M the width, padded; R rows of a
-chunk; B tokens of a block.
+chunk.
 """
 
 from typing import NamedTuple
@@ -11,12 +11,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from softbottle.ops.mixture import classes, shards
+from softbottle.ops.mixture import classes, rows, shards
 from softbottle.ops.mixture.arrays import Vocabulary
 from softbottle.ops.mixture.options import sum_dtype
 from softbottle.ops.mixture.products import pad_width, product, round_up
-
-SCATTER_TOKENS = 1024
 
 
 class Sums(NamedTuple):
@@ -99,66 +97,24 @@ def _scaled(sums, cast_CKE, scale_CK):
 
 
 def _add_rows(sums, label_C, owned_C, update_CM, own_CKE):
-    """sum[label[c]] += update[c], equal labels added up in a fixed order.
-
-    Within a block of tokens those with equal labels are summed by a product with the
-    matrix of their equality, and the first of them writes; so no two writes meet.
-    """
+    """sum[label[c]] += update[c], equal labels added up in a fixed order."""
     width, dtype = own_CKE.shape[2], own_CKE.dtype
     rides = sums.bias_NP is None
     updates = (update_CM,) if rides else (update_CM[:, :width], update_CM[:, width])
     # The rows of all classes below one another.
     count, words, _ = sums.table_NPM.shape
     row_C = label_C % count * words + label_C // count
-    flat = [array.reshape(count * words, *array.shape[2:]) for array in _given(sums)]
-    for start in range(0, label_C.size, SCATTER_TOKENS):
-        block = slice(start, start + SCATTER_TOKENS)
-        label_B, owned_B = label_C[block], owned_C[block]
-        place_B = jnp.arange(label_B.size)
-        equal_BB = (label_B[:, None] == label_B[None]) & owned_B[None]
-        earlier_BB = equal_BB & (place_B[None] < place_B[:, None])
-        writes_B = owned_B & ~jnp.any(earlier_BB, axis=1)
-        beyond_B = count * words + place_B
-        # Or XLA would compute it again for every element that is written.
-        target_B = jax.lax.optimization_barrier(
-            jnp.where(writes_B, row_C[block], beyond_B)
-        )
-        flat = [
-            total.at[target_B].add(
-                _sum_equal(equal_BB, update[block], dtype),
-                mode="drop",
-                unique_indices=True,
-            )
-            for total, update in zip(flat, updates, strict=True)
-        ]
-    shaped = [
-        array.reshape(old.shape) for array, old in zip(flat, _given(sums), strict=True)
-    ]
+    given = [array for array in sums if array is not None]
+    flat = [array.reshape(count * words, *array.shape[2:]) for array in given]
+    added = rows.add(flat, row_C, owned_C, updates, dtype)
+    shaped = [new.reshape(old.shape) for new, old in zip(added, given, strict=True)]
     return Sums(shaped[0], None if rides else shaped[1])
-
-
-def _given(sums):
-    return [array for array in sums if array is not None]
-
-
-def _sum_equal(equal_BB, update_B, dtype):
-    """equal @ update; beside bfloat16 products as two terms of it, 16 bits in all."""
-    if dtype != jnp.bfloat16:
-        equal_BB = equal_BB.astype(update_B.dtype)
-        return jnp.matmul(equal_BB, update_B, precision=jax.lax.Precision.HIGHEST)
-    equal_BB = equal_BB.astype(dtype)
-    high_B = update_B.astype(dtype)
-    low_B = (update_B - high_B.astype(update_B.dtype)).astype(dtype)
-    return sum(
-        jnp.matmul(equal_BB, term_B, preferred_element_type=update_B.dtype)
-        for term_B in (high_B, low_B)
-    )
 
 
 def gradient(sums: Sums, vocabulary: Vocabulary) -> Vocabulary:
     """The gradients of table and bias, without padding and in their dtypes."""
     table_VE, bias_V = vocabulary
-    rows, width = table_VE.shape
+    words, width = table_VE.shape
     table_NPM, bias_NP = sums
     if len(table_NPM) > 1 or table_VE.dtype != table_NPM.dtype:
         # Or XLA would copy the sums to cut them, and once more to order or round them.
@@ -166,6 +122,6 @@ def gradient(sums: Sums, vocabulary: Vocabulary) -> Vocabulary:
     if bias_NP is None:
         bias_NP = table_NPM[:, :, width]
     return Vocabulary(
-        classes.unsplit(table_NPM[:, :, :width], rows).astype(table_VE.dtype),
-        classes.unsplit(bias_NP, rows).astype(bias_V.dtype),
+        classes.unsplit(table_NPM[:, :, :width], words).astype(table_VE.dtype),
+        classes.unsplit(bias_NP, words).astype(bias_V.dtype),
     )

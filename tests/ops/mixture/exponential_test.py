@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from softbottle.ops.mixture import blocked, exponential, reference, table_sums
+from softbottle.ops.mixture import blocked, exponential, reference, rows
 from softbottle.ops.mixture.activations import (
     SIGSOFTMAX,
     SOFTMAX,
@@ -179,7 +179,7 @@ def test_every_shard_of_a_vocabulary_has_its_own_references(make):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_equal_labels_are_all_counted_and_bits_repeat(dtype, mixed_dtypes, monkeypatch):
-    monkeypatch.setattr(table_sums, "SCATTER_TOKENS", 8)
+    monkeypatch.setattr(rows, "SCATTER_TOKENS", 8)
     problem = make_problem(tokens=30, components=2, width=12, vocab=40)
     problem = problem._replace(labels_T=(problem.labels_T % 3).astype(np.int32))
     once = run(problem, compute_dtype=dtype)
