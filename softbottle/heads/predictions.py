@@ -26,7 +26,7 @@ class Predictions(Protocol):
     """What a head says of every token; the methods are those of `Head`."""
 
     def loss(self, targets: Targets) -> jax.Array:
-        """The weighted sum of -log P(label)."""
+        """The weighted sum of -log P(label), and of what else the targets ask for."""
         ...
 
     def scores(self, labels_T: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -6,6 +6,7 @@ import jax
 import pytest
 
 from softbottle.cli import program
+from softbottle.training import lock
 
 
 def status_of(monkeypatch, main):
@@ -57,6 +58,15 @@ def test_a_lack_of_memory_is_one_line_with_what_helps(monkeypatch, capsys):
     assert status_of(monkeypatch, main) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert "RESOURCE_EXHAUSTED: 17 GiB asked for; " in line and "data.rows" in line
+
+
+def test_a_folder_in_use_is_refused_in_one_line(monkeypatch, capsys):
+    def main():
+        raise lock.LockedError("runs/mine is in use")
+
+    assert status_of(monkeypatch, main) == program.REFUSED
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "runs/mine is in use" in line
 
 
 def test_another_error_of_the_device_is_no_message_for_users(monkeypatch):

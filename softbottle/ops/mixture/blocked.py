@@ -163,12 +163,11 @@ def _learned_forward(apply, options, theta, mixture, vocabulary, targets):
     count = chunks(mixture.context_TKE, vocabulary.table_VE, options)
     sums, by_token = likelihood.over_chunks(chunk, sums, (mixture, targets), count)
     context_bar_TKE, weight_TK, *by_weight = by_token
-    by_weight = [array_T.astype(targets.weights_T.dtype) for array_T in by_weight]
-    targets_bar = Targets(None, *by_weight[: len(jax.tree.leaves(targets)) - 1])
+    total, weights_bars = likelihood.weighted_and_bars(targets, *by_weight)
     theta_bar, vocabulary_bar = _like((theta, vocabulary), sums)
     mixture_bar = _like(mixture, Mixture(-weight_TK, context_bar_TKE))
-    bars = (theta_bar, mixture_bar, vocabulary_bar, targets_bar)
-    return likelihood.weighted(targets, *by_weight), bars
+    bars = (theta_bar, mixture_bar, vocabulary_bar, Targets(None, *weights_bars))
+    return total, bars
 
 
 def _learned_backward(apply, options, saved, loss_bar):

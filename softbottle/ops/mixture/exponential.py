@@ -122,27 +122,25 @@ def _loss_forward(route, activation, options, mixture, vocabulary, targets, else
     context_TKE, table_VE = mixture.context_TKE, vocabulary.table_VE
     padded = _pad(route, context_TKE, vocabulary, options)
     whole = Vocabulary(table_VE.astype(padded.table_NPQ.dtype), vocabulary.bias_V)
-    one_chunk = functools.partial(_chunk, route, activation, options, whole, padded)
 
     def chunk(sums, tokens):
-        return one_chunk(sums, *tokens)
+        return _chunk(route, activation, options, whole, padded, sums, *tokens)
 
     sums = table_sums.zeros(route.width, context_TKE, padded.bias_NP, table_VE)
     tokens = (mixture, targets, elsewhere)
     count = chunks(route, context_TKE, table_VE, options)
     sums, by_token = likelihood.over_chunks(chunk, sums, tokens, count)
     context_bar_TKE, weight_TK, by_weight, elsewhere_bar = by_token
-    by_weight = [array_T.astype(targets.weights_T.dtype) for array_T in by_weight]
-    targets_bar = Targets(None, *by_weight[: len(jax.tree.leaves(targets)) - 1])
+    total, weights_bars = likelihood.weighted_and_bars(targets, *by_weight)
     bars = (
         Mixture(
             -weight_TK.astype(mixture.log_prior_TK.dtype),
             context_bar_TKE.astype(context_TKE.dtype),
         ),
         table_sums.gradient(sums, vocabulary),
-        (targets_bar, elsewhere_bar),
+        (Targets(None, *weights_bars), elsewhere_bar),
     )
-    return likelihood.weighted(targets, *by_weight), bars
+    return total, bars
 
 
 def _loss_backward(route, activation, options, saved, loss_bar):

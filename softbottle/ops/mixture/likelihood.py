@@ -121,6 +121,16 @@ def weighted(targets: Targets, nll_T: jax.Array, square_T: jax.Array) -> jax.Arr
     return total + jnp.sum(targets.z_weights_T * square_T)
 
 
+def weighted_and_bars(
+    targets: Targets, nll_T: jax.Array, square_T: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array | None]]:
+    """`weighted`, and its gradients by the two kinds of weights."""
+    wide = targets.weights_T.dtype
+    nll_T, square_T = nll_T.astype(wide), square_T.astype(wide)
+    z_bar_T = None if targets.z_weights_T is None else square_T
+    return weighted(targets, nll_T, square_T), (nll_T, z_bar_T)
+
+
 def lse_weight(
     weight_TK: jax.Array, lse_TK: jax.Array, z_weights_T: jax.Array | None
 ) -> jax.Array:

@@ -9,8 +9,8 @@ and computes the other two products, at which its library is near the machine's 
 
 References are the labels' scores, as a rule near the largest. Rows whose sum shows that
 theirs is too low, by `FAR` nats, are done again with their normalizers, in place and
-for their tiles of rows alone. How many there are is known to the device only: two more
-calls, which find nothing to do, cost less than the host's waiting would.
+for their tiles of rows alone. How many there are is known to the device only, and the
+host need not wait for it: two more calls find nothing to do, as a rule.
 
 One block of threads is three warpgroups: one copies tiles into a ring in shared memory,
 two multiply, each half of the tile's rows. The grid is persistent, one block a
