@@ -18,7 +18,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from softbottle.heads import checks
+from softbottle.heads import checks, objective
 from softbottle.heads.predictions import OfMixture, Predictions, States
 from softbottle.ops.mixture import likelihood
 from softbottle.ops.mixture.activations import SOFTMAX, Activation
@@ -198,7 +198,9 @@ class Head(abc.ABC):
         *,
         reduction: str = "sum",
         ignore_label: int | None = None,
+        label_smoothing: float = 0.0,
         z_loss: float = 0.0,
+        temperature: float = 1.0,
         latent_mask: jax.Array | None = None,
         key: jax.Array | None = None,
         options: Options = DEFAULTS,
@@ -219,9 +221,16 @@ class Head(abc.ABC):
             reduction: "sum"; "mean", over the weights, and 0 where all of them are; or
                 "none" for weight[t] nll[t] of each token.
             ignore_label: a label, for example -100, whose tokens have weight 0.
+            label_smoothing: a, of which nll[t] is -(1 - a) log P(label) - a times the
+                mean of log P over all words. Costs next to nothing beside one softmax;
+                a mixture, or another g, forms its log-probabilities in chunks of
+                tokens, with a product more per context.
             z_loss: if above 0, that times the mean over the components of the squared
                 log-normalizer is added to each nll[t] (PaLM's keeps the log-normalizers
                 near 0 with 1e-4).
+            temperature: P is taken to the power of 1 / temperature and normalized
+                again: the logits of one softmax are divided by it. For others it costs
+                what smoothing does.
             latent_mask: factors of the contexts, broadcast to [T, K, E]; None for none.
             key: of jax.random, for a head that `draws`; others do not read it.
             options: how it is computed, for example
@@ -232,12 +241,13 @@ class Head(abc.ABC):
 
         Raises:
             ValueError: if shapes do not go together, an array is float16, the labels
-                are not integers, there is no such reduction, `z_loss` is below 0, or an
-                option is refused.
+                are not integers, there is no such reduction, `label_smoothing` is not
+                in [0, 1), `z_loss` is below 0 or beside a temperature, `temperature` is
+                not above 0, or an option is refused.
         """
         checks.states(params, hidden_TD)
         checks.reduction(reduction)
-        checks.z_loss(z_loss)
+        terms = _terms(label_smoothing, z_loss, temperature)
         if weights_T is None:
             weights_T = jnp.ones(len(hidden_TD))
         if weights_T.shape != hidden_TD.shape[:1]:
@@ -252,13 +262,14 @@ class Head(abc.ABC):
         hidden_TD = without_padding(weights_T, hidden_TD)
         output = (params, table_VE, bias_V)
         predictions = self._predict(output, hidden_TD, latent_mask, options, key)
+        # A label of no weight may be no word.
+        labels_T = without_padding(weights_T, labels_T)
         if reduction == "none":
-            # A label of no weight may be no word.
-            labels_T = without_padding(weights_T, labels_T)
-            nll_T = _nll(predictions, labels_T, z_loss)
+            tokens = (predictions, labels_T, terms, ("nll",), options)
+            nll_T = objective.measure(*tokens)["nll"]
             return weights_T.astype(nll_T.dtype) * nll_T
-        z_weights_T = z_loss * weights_T if z_loss else None
-        total = predictions.loss(Targets(labels_T, weights_T, z_weights_T))
+        targets = Targets(labels_T, weights_T)
+        total = objective.loss(predictions, targets, terms, options)
         if reduction == "sum":
             return total
         count = jnp.sum(weights_T).astype(total.dtype)
@@ -273,7 +284,9 @@ class Head(abc.ABC):
         labels_T: jax.Array,
         *,
         ignore_label: int | None = None,
+        label_smoothing: float = 0.0,
         z_loss: float = 0.0,
+        temperature: float = 1.0,
         latent_mask: jax.Array | None = None,
         options: Options = DEFAULTS,
     ) -> jax.Array:
@@ -287,7 +300,9 @@ class Head(abc.ABC):
             labels_T: the words that follow; one that is no word gives NaN.
             ignore_label: a label, for example -100, whose tokens have 0 and no
                 gradient; their states may hold anything.
+            label_smoothing: as of `loss`.
             z_loss: as of `loss`.
+            temperature: as of `loss`.
             latent_mask: factors of the contexts, broadcast to [T, K, E]; None for none.
             options: how it is computed.
 
@@ -297,15 +312,84 @@ class Head(abc.ABC):
         Raises:
             ValueError: as `loss`.
         """
+        return self.measure(
+            params,
+            table_VE,
+            bias_V,
+            hidden_TD,
+            labels_T,
+            ("nll",),
+            ignore_label=ignore_label,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            temperature=temperature,
+            latent_mask=latent_mask,
+            options=options,
+        )["nll"]
+
+    def measure(
+        self,
+        params: Params,
+        table_VE: jax.Array,
+        bias_V: jax.Array | None,
+        hidden_TD: jax.Array,
+        labels_T: jax.Array,
+        names: Sequence[str],
+        *,
+        ignore_label: int | None = None,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        temperature: float = 1.0,
+        latent_mask: jax.Array | None = None,
+        options: Options = DEFAULTS,
+    ) -> dict[str, jax.Array]:
+        """`nll` and what comes with it, as asked for; takes any cotangents.
+
+        What is not asked for is not computed. The entropy of a mixture is formed from
+        its log-probabilities, a chunk of tokens at a time, and so is then its nll.
+
+        Args:
+            params: of `init`.
+            table_VE: a row for each word.
+            bias_V: a logit for each word; None is zero.
+            hidden_TD: the states, rows and positions flattened to tokens.
+            labels_T: the words that follow; one that is no word gives NaN.
+            names: of what is wanted, [T] each unless another shape is given: "nll", as
+                of `nll`; "entropy" of P, at the temperature; "argmax", the most
+                probable word, which has no gradient; "lse", the log-normalizers of the
+                components [T, K]; "responsibilities", P(component | label) [T, K];
+                "z_loss", what `z_loss` adds to the nll.
+            ignore_label: a label, for example -100, whose tokens have 0 of everything
+                and no gradient; their states may hold anything.
+            label_smoothing: as of `loss`.
+            z_loss: as of `loss`.
+            temperature: as of `loss`; normalizers and responsibilities of a mixture
+                are those without it.
+            latent_mask: factors of the contexts, broadcast to [T, K, E]; None for none.
+            options: how it is computed.
+
+        Returns:
+            The arrays by name, float32 or better; word ids are int32.
+
+        Raises:
+            ValueError: as `loss`; if something is called for that there is not.
+        """
         checks.states(params, hidden_TD)
-        checks.z_loss(z_loss)
+        checks.measures(names)
+        terms = _terms(label_smoothing, z_loss, temperature)
         if ignore_label is not None:
             kept_T = (labels_T != ignore_label).astype(jnp.int32)
             hidden_TD, labels_T = without_padding(kept_T, (hidden_TD, labels_T))
         output = (params, table_VE, bias_V)
         predictions = self._predict(output, hidden_TD, latent_mask, options)
-        nll_T = _nll(predictions, labels_T, z_loss)
-        return nll_T if ignore_label is None else without_padding(kept_T, nll_T)
+        found = {}
+        if "argmax" in names:
+            frozen = jax.lax.stop_gradient((output, hidden_TD, latent_mask))
+            found["argmax"] = self._predict(*frozen, options).top_k(1)[1][:, 0]
+        others = [name for name in names if name not in found]
+        if others:
+            found |= objective.measure(predictions, labels_T, terms, others, options)
+        return found if ignore_label is None else without_padding(kept_T, found)
 
     def log_probs_of(
         self,
@@ -513,11 +597,9 @@ class Head(abc.ABC):
         )
 
 
-def _nll(predictions, labels_T, z_loss):
-    """-log P(label), with the squared log-normalizers where they are asked for, [T]."""
-    scores = predictions.scores(labels_T)
-    nll_T = likelihood.nll(*scores)
-    return nll_T + z_loss * likelihood.square(scores[2]) if z_loss else nll_T
+def _terms(*values):
+    checks.terms(*values)
+    return objective.Terms(*values)
 
 
 def single(hidden_TD: jax.Array, latent_mask: jax.Array | None) -> Mixture:

@@ -3,7 +3,7 @@
 import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import jax
@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import AxisType
 
 REDUCTIONS = ("sum", "mean", "none")
+MEASURES = ("nll", "entropy", "argmax", "lse", "responsibilities", "z_loss")
 P = ParamSpec("P")
 H = TypeVar("H")
 
@@ -57,10 +58,29 @@ def reduction(name: str) -> None:
         raise ValueError(f"reduction must be one of {REDUCTIONS}, got {name!r}.")
 
 
-def z_loss(factor: float) -> None:
-    """Raise ValueError unless it is a number that is not below 0."""
-    if not 0 <= factor < math.inf:
-        raise ValueError(f"z_loss must be a finite number >= 0, got {factor!r}.")
+def terms(label_smoothing: float, z_loss: float, temperature: float) -> None:
+    """Raise ValueError unless a loss may have these, and all of them."""
+    if not 0 <= label_smoothing < 1:
+        raise ValueError(
+            f"label_smoothing must be at least 0 and below 1, got {label_smoothing!r}."
+        )
+    if not 0 <= z_loss < math.inf:
+        raise ValueError(f"z_loss must be a finite number >= 0, got {z_loss!r}.")
+    if not 0 < temperature < math.inf:
+        raise ValueError(
+            f"temperature must be a finite number above 0, got {temperature!r}."
+        )
+    if z_loss and temperature != 1:
+        raise ValueError(
+            f"z_loss={z_loss!r} is of the logits as they are, and with temperature="
+            f"{temperature!r} the loss is of others: give one of the two."
+        )
+
+
+def measures(names: Sequence[str]) -> None:
+    """Raise ValueError unless `Head.measure` knows all of these."""
+    if isinstance(names, str) or not set(names) <= set(MEASURES):
+        raise ValueError(f"names must be some of {MEASURES}, got {names!r}.")
 
 
 def states(params: Mapping[str, jax.Array], hidden_TD: jax.Array) -> None:

@@ -20,7 +20,7 @@ Axes: S frequent words, J = K - 1 gates, G width of a gate's feature.
 """
 
 import dataclasses
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -29,11 +29,11 @@ from softbottle import ops
 from softbottle.heads import base, checks, contexts
 from softbottle.heads.base import Mixture, Params
 from softbottle.heads.predictions import States
-from softbottle.ops.mixture import gated, shards
+from softbottle.ops.mixture import gated, likelihood, reductions, shards
 from softbottle.ops.mixture.activations import DEAD
 from softbottle.ops.mixture.arrays import Elsewhere, Targets, Vocabulary
 from softbottle.ops.mixture.likelihood import word_ids
-from softbottle.ops.mixture.options import Options
+from softbottle.ops.mixture.options import Options, sum_dtype
 
 
 class Pieces(NamedTuple):
@@ -60,6 +60,59 @@ class Pieces(NamedTuple):
     def size(self) -> int:
         """S."""
         return len(self.frequent.vector_SG)
+
+    @property
+    def plain(self) -> bool:
+        """One softmax, whatever its logits are made of."""
+        return True
+
+    def tempered(self, temperature: float) -> Self:
+        """See `Predictions`."""
+
+        def cooled(words):
+            return words._replace(bias_V=words.bias_V / temperature)
+
+        frequent = self.frequent
+        context_TKE = self.tokens.context_TKE / temperature
+        mean_TKE = self.mixture.context_TKE / temperature
+        return self._replace(
+            tokens=self.tokens._replace(context_TKE=context_TKE),
+            frequent=frequent._replace(vocabulary=cooled(frequent.vocabulary)),
+            mixture=self.mixture._replace(context_TKE=mean_TKE),
+            rare=cooled(self.rare),
+        )
+
+    def contrast(self, labels_T: jax.Array) -> jax.Array:
+        """See `Predictions`."""
+        _, score_T1, _ = self.scores(labels_T)
+        own_T = gated.total(self.tokens, self.frequent, self.options)
+        words = shards.word_count(len(self.rare.table_VE), self.options)
+        rare = self._without_frequent()
+        rare_T1 = likelihood.mean_logit(self.mixture.context_TKE, rare, self.options)
+        count = words + self.size if self.start else words
+        return score_T1[:, 0] - (own_T + words * rare_T1[:, 0]) / count
+
+    def source(self) -> reductions.Source:
+        """See `Predictions`."""
+        options = self.options.resolve()
+        wide = sum_dtype(self.tokens.context_TKE, self.rare.table_VE)
+        shared = (self.frequent, self.rare)
+        shared = jax.tree.map(lambda array: array.astype(wide), shared)
+
+        def log_probs(shared, tokens):
+            frequent, rare = shared
+            gates, mixture = tokens
+            own_CS = gated.logits(gates, frequent, options)
+            z_CKV = reductions.scores(mixture.context_TKE, rare, options)
+            rare_CV = reductions.live(z_CKV[:, 0], options)
+            score_CV = self._joined(own_CS, rare_CV)
+            return score_CV - reductions.joint_lse(score_CV, options)[:, None]
+
+        words = len(self.rare.table_VE) + self.size
+        token_bytes = 4 * words * wide.itemsize
+        return reductions.Source(
+            (self.tokens, self.mixture), shared, log_probs, token_bytes
+        )
 
     def loss(self, targets: Targets) -> jax.Array:
         """See `Predictions`; the frequent words' gradient is not taken in forward."""
@@ -90,12 +143,7 @@ class Pieces(NamedTuple):
         rare_TV = ops.log_probs(
             self.mixture, self.rare, options=self.options, lse_TK=lse_T1
         )
-        if self.start:
-            return jnp.concatenate([own_TS, rare_TV], axis=1)
-        rows = rare_TV.shape[1]
-        own_TV = jnp.pad(own_TS, ((0, 0), (0, rows - self.size)))
-        own_V = frequent_rows(self.size, rows, self.options)
-        return jnp.where(own_V[None], own_TV, rare_TV)
+        return self._joined(own_TS, rare_TV)
 
     def top_k(self, k: int) -> tuple[jax.Array, jax.Array]:
         """See `Predictions`."""
@@ -131,6 +179,25 @@ class Pieces(NamedTuple):
         first_T = gated.sample(self.tokens, self.frequent, frequent_key, self.options)
         later_T = ops.sample(self.mixture, self.rare, rare_key, options=self.options)
         return jnp.where(chosen_T, first_T, later_T + self.size)
+
+    def _joined(self, own_TS, rare_TV):
+        """What is said of frequent and of rare words, in the order of the words."""
+        if self.start:
+            return jnp.concatenate([own_TS, rare_TV], axis=1)
+        rows = rare_TV.shape[1]
+        own_TV = jnp.pad(own_TS, ((0, 0), (0, rows - self.size)))
+        own_V = frequent_rows(self.size, rows, self.options)
+        return jnp.where(own_V[None], own_TV, rare_TV)
+
+    def _without_frequent(self):
+        """The rare words; of a split table with rows of zeros for the others."""
+        if self.start:
+            return self.rare
+        own_V = frequent_rows(self.size, len(self.rare.table_VE), self.options)
+        return Vocabulary(
+            jnp.where(own_V[:, None], 0.0, self.rare.table_VE),
+            jnp.where(own_V, 0.0, self.rare.bias_V),
+        )
 
     def _elsewhere(self, labels_T):
         """Labels among the rare words, and what the frequent ones add."""

@@ -4,12 +4,13 @@ A mixture that meets the whole vocabulary is `OfMixture`. A head that treats som
 in another way has predictions of its own (mixtape.py).
 """
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, Self
 
 import jax
 
 from softbottle import ops
-from softbottle.ops.mixture.activations import Activation
+from softbottle.ops.mixture import likelihood, reductions
+from softbottle.ops.mixture.activations import Activation, identity
 from softbottle.ops.mixture.arrays import Mixture, Targets, Vocabulary
 from softbottle.ops.mixture.options import Options
 
@@ -23,7 +24,28 @@ class States(NamedTuple):
 
 
 class Predictions(Protocol):
-    """What a head says of every token; the methods are those of `Head`."""
+    """What a head says of every token; the methods are those of `Head`.
+
+    Predictions that are one softmax (`plain`) have closed forms of what others have to
+    form their log-probabilities for.
+    """
+
+    @property
+    def plain(self) -> bool:
+        """Whether P(v) is proportional to exp of logits, one for each word."""
+        ...
+
+    def tempered(self, temperature: float) -> Self:
+        """Those of a plain one with its logits divided by the temperature."""
+        ...
+
+    def contrast(self, labels_T: jax.Array) -> jax.Array:
+        """The label's logit of a plain one, less the mean over all words, [T]."""
+        ...
+
+    def source(self) -> reductions.Source:
+        """Log-probabilities for reductions over all words."""
+        ...
 
     def loss(self, targets: Targets) -> jax.Array:
         """The weighted sum of -log P(label), and of what else the targets ask for."""
@@ -53,6 +75,30 @@ class OfMixture(NamedTuple):
     words: Vocabulary
     activation: Activation
     options: Options
+
+    @property
+    def plain(self) -> bool:
+        """See `Predictions`."""
+        one = self.mixture.context_TKE.shape[-2] == 1
+        return one and self.activation.apply is identity
+
+    def tempered(self, temperature: float) -> Self:
+        """See `Predictions`."""
+        mixture, words = self.mixture, self.words
+        return self._replace(
+            mixture=mixture._replace(context_TKE=mixture.context_TKE / temperature),
+            words=words._replace(bias_V=words.bias_V / temperature),
+        )
+
+    def contrast(self, labels_T: jax.Array) -> jax.Array:
+        """See `Predictions`."""
+        tokens = (self.mixture.context_TKE, self.words)
+        own_TK = ops.label_score(*tokens, labels_T, self.activation, self.options)
+        return (own_TK - likelihood.mean_logit(*tokens, self.options))[:, 0]
+
+    def source(self) -> reductions.Source:
+        """See `Predictions`."""
+        return ops.source(self.mixture, self.words, self.activation, self.options)
 
     def loss(self, targets: Targets) -> jax.Array:
         """See `Predictions`."""

@@ -1,7 +1,16 @@
 """The mixture likelihood on arrays; needs jax alone. See api.py."""
 
 from softbottle.ops.mixture.activations import Activation
-from softbottle.ops.mixture.api import log_probs, loss, nll, sample, scores, top_k
+from softbottle.ops.mixture.api import (
+    label_score,
+    log_probs,
+    loss,
+    nll,
+    sample,
+    scores,
+    source,
+    top_k,
+)
 from softbottle.ops.mixture.arrays import Mixture, Targets, Vocabulary
 from softbottle.ops.mixture.options import Options
 
@@ -11,10 +20,12 @@ __all__ = [
     "Options",
     "Targets",
     "Vocabulary",
+    "label_score",
     "log_probs",
     "loss",
     "nll",
     "sample",
     "scores",
+    "source",
     "top_k",
 ]

@@ -1,8 +1,10 @@
 """The operations everyone calls; here inputs are checked and a path is chosen.
 
     scores     g(z) of the label and logsumexp_v g(z_v), per token and component
+    label_score, the former alone
     nll        -log P(label) per token; takes any cotangent
     loss       the weighted sum of nll, with its gradient computed in forward
+    source     log P of all words in chunks of tokens, for reductions.py
     log_probs, top_k, sample
 
 Arrays travel in threes: `Mixture(log_prior_TK, context_TKE)`, `Vocabulary(table_VE,
@@ -19,7 +21,7 @@ import importlib
 
 import jax
 
-from softbottle.ops.mixture import classes, decode, likelihood, shards
+from softbottle.ops.mixture import classes, decode, likelihood, reductions, shards
 from softbottle.ops.mixture.activations import SOFTMAX, Activation
 from softbottle.ops.mixture.arrays import (
     Elsewhere,
@@ -47,14 +49,25 @@ def scores(
     differentiation.
     """
     options = options.resolve()
+    score_TK = label_score(context_TKE, vocabulary, labels_T, activation, options)
+    lse_TK = _lse(context_TKE, vocabulary, activation, options)
+    return likelihood.beside(score_TK, lse_TK, elsewhere)
+
+
+def label_score(
+    context_TKE: jax.Array,
+    vocabulary: Vocabulary,
+    labels_T: jax.Array,
+    activation: Activation = SOFTMAX,
+    options: Options = DEFAULTS,
+) -> jax.Array:
+    """g(z) of the label alone, [T, K]; takes any cotangent."""
     _check(context_TKE, vocabulary, options)
     _check_tokens(context_TKE, labels_T=labels_T)
     labels_T = likelihood.word_ids(labels_T=labels_T)
-    lse_TK = _lse(context_TKE, vocabulary, activation, options)
-    score_TK = likelihood.target_score(
+    return likelihood.target_score(
         context_TKE, vocabulary, labels_T, activation, options
     )
-    return likelihood.beside(score_TK, lse_TK, elsewhere)
 
 
 def nll(
@@ -112,6 +125,18 @@ def choice(
     options = options.resolve()
     chosen = _implementation(options, context_TKE)
     return chosen.choice(context_TKE, table_VE, activation, options)
+
+
+def source(
+    mixture: Mixture,
+    vocabulary: Vocabulary,
+    activation: Activation = SOFTMAX,
+    options: Options = DEFAULTS,
+) -> reductions.Source:
+    """Log-probabilities in chunks of tokens, for reductions over all words."""
+    options = options.resolve()
+    _check_mixture(mixture, vocabulary, options)
+    return reductions.of_mixture(mixture, vocabulary, activation, options)
 
 
 def log_probs(

@@ -193,6 +193,13 @@ def logits(tokens: Tokens, words: Words, options: Options) -> jax.Array:
     return _over(lambda logit_CS, _: logit_CS, tokens, words, (), options)
 
 
+def total(tokens: Tokens, words: Words, options: Options) -> jax.Array:
+    """The sum of the logits of all frequent words, [T]."""
+    return _over(
+        lambda logit_CS, _: jnp.sum(logit_CS, axis=1), tokens, words, (), options
+    )
+
+
 def top_k(
     tokens: Tokens, words: Words, k: int, options: Options
 ) -> tuple[jax.Array, jax.Array]:

@@ -80,6 +80,30 @@ def target_score_and_slope(
     return shards.from_owner(score_TK, *owner), shards.from_owner(slope_TK, *owner)
 
 
+def mean_logit(
+    context_TKE: jax.Array, vocabulary: Vocabulary, options: Options
+) -> jax.Array:
+    """The mean of z over all words, [T, K]: the logit of a mean row.
+
+    From the same rounded inputs as the normalizer's products.
+    """
+    table_VE, bias_V = vocabulary
+    dtype = product_dtype(options, context_TKE, table_VE)
+    wide = sum_dtype(context_TKE, table_VE)
+    rows, count = len(table_VE), classes.count(context_TKE)
+    live_V = shards.live_rows(rows, options)
+    wide_VE = table_VE.astype(dtype).astype(wide)
+    kept_VE = jnp.where(live_V[:, None], wide_VE, 0.0)
+    row_NE = jnp.sum(classes.split(kept_VE, count, -(-rows // count)), axis=1)
+    bias = jnp.sum(jnp.where(live_V, bias_V.astype(wide), 0.0))
+    context_TNKE = context_TKE.reshape(len(context_TKE), count, *context_TKE.shape[-2:])
+    z_TK = jnp.einsum("tnke,ne->tk", context_TNKE.astype(dtype).astype(wide), row_NE)
+    z_TK = z_TK + bias
+    if options.vocab_axis is not None:
+        z_TK = jax.lax.psum(z_TK, options.vocab_axis)
+    return z_TK / shards.word_count(rows, options)
+
+
 def with_slope(activation: Activation, z: jax.Array) -> tuple[jax.Array, jax.Array]:
     """g(z) and g'(z)."""
     apply = functools.partial(activation.apply, activation.theta)

@@ -1,0 +1,123 @@
+"""The loss of a token with what may be asked beside it, from a head's predictions.
+
+    nll_t = -(1 - a) log P(label) - a / V sum_v log P(v) + z / K sum_k lse_k^2
+
+with a the label smoothing and z the weight of the z-loss; P is that of the head to the
+power of 1 / temperature, normalized again. Of one softmax all of it has a closed form
+beside the fused loss: the temperature divides the logits, and
+
+    log P(label) - 1 / V sum_v log P(v) = logit of the label - mean logit,
+
+which is the logit of a mean row. Else, and for the entropy of any head, the
+log-probabilities are formed a chunk of tokens at a time (ops/mixture/reductions.py),
+once for all that is asked of them.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from softbottle.heads.predictions import Predictions
+from softbottle.ops.mixture import likelihood, reductions
+from softbottle.ops.mixture.arrays import Targets
+from softbottle.ops.mixture.options import Options
+
+
+class Terms(NamedTuple):
+    """What the loss of a token has; checked by checks.terms."""
+
+    label_smoothing: float
+    z_loss: float
+    temperature: float
+
+
+def loss(
+    predictions: Predictions, targets: Targets, terms: Terms, options: Options
+) -> jax.Array:
+    """sum_t weight[t] nll[t], in the fused loss where there is a closed form."""
+    labels_T, weights_T, _ = targets
+    if _streamed(predictions, terms):
+        nll_T = measure(predictions, labels_T, terms, ("nll",), options)["nll"]
+        return jnp.sum(weights_T.astype(nll_T.dtype) * nll_T)
+    if terms.z_loss:
+        targets = targets._replace(z_weights_T=terms.z_loss * weights_T)
+    if terms.temperature != 1:
+        predictions = predictions.tempered(terms.temperature)
+    total = predictions.loss(targets)
+    if terms.label_smoothing:
+        contrast_T = predictions.contrast(labels_T)
+        contrast = jnp.sum(weights_T.astype(contrast_T.dtype) * contrast_T)
+        total += terms.label_smoothing * contrast
+    return total
+
+
+def measure(
+    predictions: Predictions,
+    labels_T: jax.Array,
+    terms: Terms,
+    names: Sequence[str],
+    options: Options,
+) -> dict[str, jax.Array]:
+    """What `Head.measure` has, but for the argmax.
+
+    Args:
+        predictions: of the tokens.
+        labels_T: the words that follow.
+        terms: of the loss.
+        names: of what is wanted.
+        options: of the head.
+    """
+    streamed = _streamed(predictions, terms)
+    if terms.temperature != 1 and not streamed:
+        predictions = predictions.tempered(terms.temperature)
+        terms = terms._replace(temperature=1.0)
+    found: dict[str, jax.Array] = {}
+    if streamed or "entropy" in names:
+        found = _of_words(predictions, labels_T, terms, names, options)
+    wanted = {"z_loss", *names} if terms.z_loss else set(names)
+    if not wanted <= found.keys():
+        found = _of_components(predictions.scores(labels_T), terms) | found
+    if terms.label_smoothing and "contrast" not in found:
+        found["contrast"] = predictions.contrast(labels_T)
+    if terms.label_smoothing:
+        found["nll"] += terms.label_smoothing * found["contrast"]
+    if terms.z_loss:
+        found["nll"] += found["z_loss"]
+    return {name: found[name] for name in names}
+
+
+def _streamed(predictions, terms):
+    """Whether the loss itself is a reduction over all words."""
+    return not predictions.plain and (terms.label_smoothing or terms.temperature != 1)
+
+
+def _of_components(scores, terms):
+    """What is made of the components' own scores."""
+    _, _, lse_TK = scores
+    nll_T = likelihood.nll(*scores)
+    return {
+        "nll": nll_T,
+        "lse": lse_TK,
+        "responsibilities": likelihood.posterior(*scores, nll_T),
+        "z_loss": terms.z_loss * likelihood.square(lse_TK),
+    }
+
+
+def _of_words(predictions, labels_T, terms, names, options):
+    """What is made of the log-probabilities of all words."""
+    options = options.resolve()
+    labels_T = likelihood.word_ids(labels_T=labels_T)
+
+    def reduce(log_p_CV, labels_C):
+        log_p_CV = reductions.tempered(log_p_CV, terms.temperature, options)
+        own_C = reductions.of_label(log_p_CV, labels_C, options)
+        found = {"nll": -own_C}
+        if terms.label_smoothing:
+            found["contrast"] = own_C - reductions.mean(log_p_CV, options)
+        if "entropy" in names:
+            found["entropy"] = reductions.entropy(log_p_CV, options)
+        return found
+
+    return reductions.over_words(reduce, [predictions.source()], labels_T, options)

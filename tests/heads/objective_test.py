@@ -1,0 +1,230 @@
+"""Smoothing, temperature, entropy and the rest, against formulas of dense float64 P."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import softbottle
+from softbottle import Options
+from tests import oracle
+from tests.oracle import CASES, VOCAB
+
+# One softmax, in classes and in pieces; mixtures, and others whose words are bent.
+HEADS = ("softmax", "partition", "mixtape", "mos", "partition_mixed", "plif_mixed")
+ROWS = 40  # three of them no words
+A, TEMPERATURE = 0.15, 0.7
+# 40 rows x 4 x 8 bytes x 3 tokens: 11 tokens leave a remainder.
+ODD_BUDGET = 3 * 40 * 4 * 8
+NAMED = ("nll", "entropy")
+
+
+def make_inputs(name):
+    """Inputs of 37 words in a table of 40 rows, one token of which is ignored."""
+    inputs = oracle.make_inputs(name, rows=VOCAB)
+    random = np.random.default_rng(4)
+    more = ROWS - VOCAB
+    table_VE = np.concatenate([inputs.table_VE, 5 * random.normal(size=(more, 7))])
+    bias_V = np.concatenate([inputs.bias_V, 5 * random.normal(size=more)])
+    return inputs, inputs._replace(table_VE=table_VE, bias_V=bias_V)
+
+
+def smoothed(log_p_TV, labels_T, smoothing, temperature):
+    """nll and entropy [T], and their derivatives by log P, [T, V]."""
+    scaled_TV = log_p_TV / temperature
+    scaled_TV -= np.log(np.exp(scaled_TV).sum(axis=1, keepdims=True))
+    p_TV = np.exp(scaled_TV)
+    hit_TV = np.eye(VOCAB)[labels_T]
+    target_TV = (1 - smoothing) * hit_TV + smoothing / VOCAB
+    nll_T = -(target_TV * scaled_TV).sum(axis=1)
+    entropy_T = -(p_TV * scaled_TV).sum(axis=1)
+    nll_bar_TV = (p_TV - target_TV) / temperature
+    entropy_bar_TV = -p_TV * (scaled_TV + entropy_T[:, None]) / temperature
+    return {"nll": nll_T, "entropy": entropy_T}, (nll_bar_TV, entropy_bar_TV)
+
+
+def pulled(name, inputs, bar_TV):
+    """d sum_tv bar[t, v] log P[t, v] / d (params, table, bias, hidden)."""
+    each = [
+        oracle.gradients(
+            name, inputs._replace(labels_T=np.full(len(bar_TV), v)), -bar_TV[:, v]
+        )
+        for v in range(VOCAB)
+    ]
+    return jax.tree.map(lambda *parts: sum(parts), *each)
+
+
+def pad(bars):
+    """The oracle's gradients with zeros for the rows that are no words."""
+    params, table_VE, bias_V, hidden_TD = bars
+    more = ROWS - VOCAB
+    table_VE = np.pad(table_VE, ((0, more), (0, 0)))
+    return params, table_VE, np.pad(bias_V, (0, more)), hidden_TD
+
+
+@functools.cache
+def wanted(name, smoothing, temperature, cotangents_of):
+    inputs, _ = make_inputs(name)
+    log_p_TV = oracle.log_probs(name, *inputs[:4])
+    found, bars_TV = smoothed(log_p_TV, inputs.labels_T, smoothing, temperature)
+    chosen = zip(cotangents(), bars_TV, cotangents_of, strict=True)
+    bar_TV = sum(bar_T[:, None] * bar_TV for bar_T, bar_TV, used in chosen if used)
+    return found, pad(pulled(name, inputs, bar_TV))
+
+
+def cotangents():
+    return np.random.default_rng(5).normal(size=(2, oracle.TOKENS))
+
+
+def weighted(found):
+    """What the cotangents make of nll and entropy, a scalar."""
+    pairs = zip(cotangents(), NAMED, strict=True)
+    return sum(jnp.sum(bar_T * found[name]) for bar_T, name in pairs)
+
+
+def measured(name, options, padded):
+    """Jitted: nll and entropy, and their gradients under cotangents."""
+    head = CASES[name].head
+
+    def run(*inputs):
+        def scalar(*args):
+            found = head.measure(
+                *args,
+                inputs[4],
+                NAMED,
+                label_smoothing=A,
+                temperature=TEMPERATURE,
+                options=options,
+            )
+            return weighted(found), found
+
+        bars, found = jax.grad(scalar, (0, 1, 2, 3), has_aux=True)(*inputs[:4])
+        return found, bars
+
+    return jax.jit(run)(*oracle.cast(padded[:5], jnp.float64))
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_values_and_gradients_are_those_of_the_formulas(name, float64):
+    _, padded = make_inputs(name)
+    options = Options(vocab=VOCAB, budget_bytes=ODD_BUDGET, implementation="blocked")
+    ours = measured(name, options, padded)
+    oracle.assert_close(ours, wanted(name, A, TEMPERATURE, (True, True)), "float64")
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_the_sum_is_that_of_the_tokens(name, float64):
+    """By the closed forms beside the fused loss, or by the reductions."""
+    _, padded = make_inputs(name)
+    options = Options(vocab=VOCAB, implementation="blocked")
+
+    def loss(*inputs):
+        terms = {"label_smoothing": A, "temperature": TEMPERATURE}
+        weights_T = cotangents()[0]
+        return CASES[name].head.loss(*inputs, weights_T, **terms, options=options)
+
+    inputs = oracle.cast(padded[:5], jnp.float64)
+    total, bars = jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3)))(*inputs)
+    found, exact = wanted(name, A, TEMPERATURE, (True, False))
+    oracle.assert_close(total, np.sum(cotangents()[0] * found["nll"]), "float64")
+    oracle.assert_close(bars, exact, "float64")
+
+
+@pytest.mark.parametrize("name", ["partition", "mixtape", "mos"])
+def test_a_split_vocabulary_gives_the_same(name, float64):
+    mesh = jax.make_mesh((2,), ("model",), axis_types=(AxisType.Auto,))
+    options = Options(vocab=VOCAB, vocab_axis="model", implementation="blocked")
+    _, padded = make_inputs(name)
+    head = CASES[name].head
+
+    def scalar(*inputs):
+        found = head.measure(
+            *inputs, NAMED, label_smoothing=A, temperature=TEMPERATURE, options=options
+        )
+        return weighted(found), found
+
+    split = jax.shard_map(
+        scalar,
+        mesh=mesh,
+        in_specs=(P(), P("model"), P("model"), P(), P()),
+        out_specs=P(),
+    )
+    inputs = oracle.cast(padded[:5], jnp.float64)
+    by = jax.jit(jax.grad(split, (0, 1, 2, 3), has_aux=True))
+    gradient, found = by(*inputs)
+    exact = wanted(name, A, TEMPERATURE, (True, True))
+    oracle.assert_close((found, gradient), exact, "float64")
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_the_rest_is_asked_for_by_name(name):
+    inputs, padded = make_inputs(name)
+    head, options = CASES[name].head, Options(vocab=VOCAB)
+    given = oracle.cast(padded[:5], jnp.float32)
+    names = ("argmax", "lse", "responsibilities", "z_loss", "nll")
+    measure = functools.partial(head.measure, z_loss=0.3, options=options)
+    found = jax.jit(measure, static_argnums=5)(*given, names)
+    assert set(found) == set(names)
+    p_TV = np.exp(oracle.log_probs(name, *inputs[:4]))
+    np.testing.assert_array_equal(found["argmax"], np.argmax(p_TV, axis=1))
+    log_prior_TK, score_TK, lse_TK = map(
+        np.asarray, head.scores(*given, options=options)
+    )
+    np.testing.assert_allclose(found["lse"], lse_TK, rtol=1e-6)
+    joint_TK = np.exp(log_prior_TK + score_TK - lse_TK)
+    each_TK = joint_TK / joint_TK.sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(found["responsibilities"], each_TK, rtol=1e-4, atol=1e-7)
+    np.testing.assert_allclose(
+        found["z_loss"], 0.3 * np.mean(lse_TK**2, axis=1), rtol=1e-5
+    )
+    nll_T = oracle.nll(name, inputs)
+    np.testing.assert_allclose(found["nll"], nll_T + found["z_loss"], rtol=1e-5)
+
+
+@pytest.mark.parametrize("head", [softbottle.softmax(), softbottle.mos(2)], ids=repr)
+def test_large_logits_and_ignored_tokens(head):
+    """Logits of 1e4: P is 1 and 0; what is ignored may be NaN."""
+    params = head.init(jax.random.key(0), 4, 4)
+    table_VE = 1e4 * jnp.eye(6, 4)
+    hidden_TD = jnp.eye(4).at[2].set(jnp.nan)
+    labels_T = jnp.asarray([0, 1, -100, 3])
+
+    def total(table_VE, hidden_TD):
+        found = head.measure(
+            *(params, table_VE, None, hidden_TD, labels_T, NAMED),
+            ignore_label=-100,
+            label_smoothing=0.5,
+        )
+        return jnp.sum(found["nll"]) + jnp.sum(found["entropy"]), found
+
+    (_, found), bars = jax.value_and_grad(total, (0, 1), has_aux=True)(
+        table_VE, hidden_TD
+    )
+    # Five of six words are 1e4 nats away, and half of the loss is their mean.
+    exact = 0.5 * 1e4 * 5 / 6 * np.asarray([1, 1, 0, 1])
+    np.testing.assert_allclose(found["nll"], exact, rtol=1e-5)
+    np.testing.assert_allclose(found["entropy"], 0.0, atol=1e-6)
+    assert all(np.all(np.isfinite(bar)) for bar in bars)
+    np.testing.assert_array_equal(bars[1][2], 0.0)
+
+
+@pytest.mark.parametrize(
+    ("terms", "message"),
+    [
+        ({"label_smoothing": 1.0}, "label_smoothing must be at least 0 and below 1"),
+        ({"label_smoothing": -0.1}, "label_smoothing must be at least 0 and below 1"),
+        ({"temperature": 0.0}, "temperature must be a finite number above 0"),
+        ({"temperature": float("nan")}, "temperature must be a finite number above 0"),
+        ({"temperature": 2.0, "z_loss": 0.1}, "give one of the two"),
+        ({"names": ("entropie",)}, "names must be some of"),
+        ({"names": "entropy"}, "names must be some of"),
+    ],
+)
+def test_what_cannot_be_is_refused(terms, message):
+    inputs = ({}, jnp.ones((4, 3)), None, jnp.ones((2, 3)), jnp.arange(2))
+    with pytest.raises(ValueError, match=message):
+        softbottle.softmax().measure(*inputs, **({"names": ("nll",)} | terms))
