@@ -15,6 +15,7 @@ if typing.TYPE_CHECKING:
     from softbottle import ops
     from softbottle.heads.base import Head, Mixture
     from softbottle.heads.cache import Cached, Memory, cached, given, history
+    from softbottle.heads.distillation import AllWords, Output, TopWords, distill
     from softbottle.heads.doc import doc
     from softbottle.heads.lowrank import lowrank
     from softbottle.heads.mfs import mfs
@@ -32,12 +33,16 @@ if typing.TYPE_CHECKING:
 __version__ = "0.2.0"
 
 __all__ = [
+    "AllWords",
     "Cached",
     "Head",
     "Memory",
     "Mixture",
     "Options",
+    "Output",
+    "TopWords",
     "cached",
+    "distill",
     "doc",
     "given",
     "gss",

@@ -7,6 +7,10 @@ from softbottle.heads.cache import Memory as Memory
 from softbottle.heads.cache import cached as cached
 from softbottle.heads.cache import given as given
 from softbottle.heads.cache import history as history
+from softbottle.heads.distillation import AllWords as AllWords
+from softbottle.heads.distillation import Output as Output
+from softbottle.heads.distillation import TopWords as TopWords
+from softbottle.heads.distillation import distill as distill
 from softbottle.heads.doc import doc as doc
 from softbottle.heads.lowrank import lowrank as lowrank
 from softbottle.heads.mfs import mfs as mfs

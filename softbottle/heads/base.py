@@ -261,7 +261,7 @@ class Head(abc.ABC):
         # head's own parameters either.
         hidden_TD = without_padding(weights_T, hidden_TD)
         output = (params, table_VE, bias_V)
-        predictions = self._predict(output, hidden_TD, latent_mask, options, key)
+        predictions = self.predict(output, hidden_TD, latent_mask, options, key)
         # A label of no weight may be no word.
         labels_T = without_padding(weights_T, labels_T)
         if reduction == "none":
@@ -270,10 +270,7 @@ class Head(abc.ABC):
             return weights_T.astype(nll_T.dtype) * nll_T
         targets = Targets(labels_T, weights_T)
         total = objective.loss(predictions, targets, terms, options)
-        if reduction == "sum":
-            return total
-        count = jnp.sum(weights_T).astype(total.dtype)
-        return jnp.where(count == 0, 0.0, total / jnp.where(count == 0, 1.0, count))
+        return objective.reduced(total, weights_T, reduction)
 
     def nll(
         self,
@@ -381,11 +378,11 @@ class Head(abc.ABC):
             kept_T = (labels_T != ignore_label).astype(jnp.int32)
             hidden_TD, labels_T = without_padding(kept_T, (hidden_TD, labels_T))
         output = (params, table_VE, bias_V)
-        predictions = self._predict(output, hidden_TD, latent_mask, options)
+        predictions = self.predict(output, hidden_TD, latent_mask, options)
         found = {}
         if "argmax" in names:
             frozen = jax.lax.stop_gradient((output, hidden_TD, latent_mask))
-            found["argmax"] = self._predict(*frozen, options).top_k(1)[1][:, 0]
+            found["argmax"] = self.predict(*frozen, options).top_k(1)[1][:, 0]
         others = [name for name in names if name not in found]
         if others:
             found |= objective.measure(predictions, labels_T, terms, others, options)
@@ -429,7 +426,7 @@ class Head(abc.ABC):
                 f"hidden_TD {hidden_TD.shape}, got {words_TM.shape}."
             )
         output = (params, table_VE, bias_V)
-        predictions = self._predict(output, hidden_TD, latent_mask, options)
+        predictions = self.predict(output, hidden_TD, latent_mask, options)
 
         def one(words_T):
             return -likelihood.nll(*predictions.scores(words_T))
@@ -466,7 +463,7 @@ class Head(abc.ABC):
             ValueError: as `loss`.
         """
         output = (params, table_VE, bias_V)
-        predictions = self._predict(output, hidden_TD, latent_mask, options)
+        predictions = self.predict(output, hidden_TD, latent_mask, options)
         return predictions.scores(labels_T)
 
     def log_probs(
@@ -499,7 +496,7 @@ class Head(abc.ABC):
             ValueError: as `loss`.
         """
         output = (params, table_VE, bias_V)
-        predictions = self._predict(output, hidden_TD, latent_mask, options)
+        predictions = self.predict(output, hidden_TD, latent_mask, options)
         return predictions.log_probs(log_prior_TK)
 
     def top_k(
@@ -532,7 +529,7 @@ class Head(abc.ABC):
                 with `vocab_axis`, because the whole table is read.
         """
         output = (params, table_VE, bias_V)
-        return self._predict(output, hidden_TD, latent_mask, options).top_k(k)
+        return self.predict(output, hidden_TD, latent_mask, options).top_k(k)
 
     def sample(
         self,
@@ -565,7 +562,7 @@ class Head(abc.ABC):
             ValueError: as `loss`; with `vocab_axis`, because the whole table is read.
         """
         output = (params, table_VE, bias_V)
-        predictions = self._predict(output, hidden_TD, latent_mask, options)
+        predictions = self.predict(output, hidden_TD, latent_mask, options)
         return predictions.sample(key, log_prior_TK)
 
     def predictions(
@@ -586,7 +583,23 @@ class Head(abc.ABC):
         mixture = self.mix(params, hidden_TD, latent_mask, **drawn)
         return OfMixture(mixture, words, self.activation(params), options)
 
-    def _predict(self, output, hidden_TD, latent_mask, options, key=None):
+    def predict(
+        self,
+        output: tuple[Params, jax.Array, jax.Array | None],
+        hidden_TD: jax.Array,
+        latent_mask: jax.Array | None,
+        options: Options,
+        key: jax.Array | None = None,
+    ) -> Predictions:
+        """`predictions`, of arrays that are checked first.
+
+        Args:
+            output: params, table and bias, as of `loss`.
+            hidden_TD: as of `loss`.
+            latent_mask: as of `loss`.
+            options: as of `loss`.
+            key: as of `loss`.
+        """
         params, table_VE, bias_V = output
         checks.states(params, hidden_TD)
         check_range(params=params, hidden_TD=hidden_TD)

@@ -39,8 +39,7 @@ def loss(
     """sum_t weight[t] nll[t], in the fused loss where there is a closed form."""
     labels_T, weights_T, _ = targets
     if _streamed(predictions, terms):
-        nll_T = measure(predictions, labels_T, terms, ("nll",), options)["nll"]
-        return jnp.sum(weights_T.astype(nll_T.dtype) * nll_T)
+        return _sum_over_words(predictions, targets, terms, options)
     if terms.z_loss:
         targets = targets._replace(z_weights_T=terms.z_loss * weights_T)
     if terms.temperature != 1:
@@ -51,6 +50,14 @@ def loss(
         contrast = jnp.sum(weights_T.astype(contrast_T.dtype) * contrast_T)
         total += terms.label_smoothing * contrast
     return total
+
+
+def reduced(total: jax.Array, weights_T: jax.Array, reduction: str) -> jax.Array:
+    """A weighted sum, or the mean: 0 where all weights are."""
+    if reduction == "sum":
+        return total
+    count = jnp.sum(weights_T).astype(total.dtype)
+    return jnp.where(count == 0, 0.0, total / jnp.where(count == 0, 1.0, count))
 
 
 def measure(
@@ -103,6 +110,28 @@ def _of_components(scores, terms):
         "responsibilities": likelihood.posterior(*scores, nll_T),
         "z_loss": terms.z_loss * likelihood.square(lse_TK),
     }
+
+
+def _sum_over_words(predictions, targets, terms, options):
+    """The weighted sum of what `measure` calls the nll."""
+    labels_T, weights_T, _ = targets
+    options = options.resolve()
+
+    def reduce(log_p_CV, labels_C):
+        log_p_CV = reductions.tempered(log_p_CV, terms.temperature, options)
+        own_C = reductions.of_label(log_p_CV, labels_C, options)
+        mean_C = reductions.mean(log_p_CV, options)
+        return -own_C + terms.label_smoothing * (own_C - mean_C)
+
+    labels_T = likelihood.word_ids(labels_T=labels_T)
+    total = reductions.sum_over_words(
+        reduce, [predictions.source()], labels_T, weights_T, options
+    )
+    if not terms.z_loss:
+        return total
+    *_, lse_TK = predictions.scores(labels_T)
+    square_T = likelihood.square(lse_TK)
+    return total + terms.z_loss * jnp.sum(weights_T.astype(square_T.dtype) * square_T)
 
 
 def _of_words(predictions, labels_T, terms, names, options):

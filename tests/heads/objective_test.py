@@ -160,6 +160,31 @@ def test_a_split_vocabulary_gives_the_same(name, float64):
     oracle.assert_close((found, gradient), exact, "float64")
 
 
+def test_the_sum_of_a_split_vocabulary_and_split_tokens(float64):
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    options = Options(vocab=VOCAB, vocab_axis="model", implementation="blocked")
+    _, padded = make_inputs("mos")
+    head = CASES["mos"].head
+
+    def loss(*inputs):
+        total = head.loss(*inputs, label_smoothing=A, options=options)
+        return jax.lax.psum(total, "data")
+
+    specs = (P(), P("model"), P("model"), P("data"), P("data"), P("data"))
+    split = jax.shard_map(loss, mesh=mesh, in_specs=specs, out_specs=P())
+    # An even number of tokens; the last one has no weight.
+    padded = padded._replace(
+        hidden_TD=np.pad(padded.hidden_TD, ((0, 1), (0, 0)), constant_values=np.nan),
+        labels_T=np.pad(padded.labels_T, (0, 1), constant_values=-1),
+        weights_T=np.pad(cotangents()[0], (0, 1)),
+    )
+    inputs = oracle.cast(padded, jnp.float64)
+    bars = jax.jit(jax.grad(split, (0, 1, 2, 3)))(*inputs)
+    _, exact = wanted("mos", A, 1.0, (True, False))
+    oracle.assert_close((*bars[:3], bars[3][:-1]), exact, "float64")
+    assert not np.any(bars[3][-1])
+
+
 @pytest.mark.parametrize("name", HEADS)
 def test_the_rest_is_asked_for_by_name(name):
     inputs, padded = make_inputs(name)

@@ -163,8 +163,11 @@ def cut(
 
     def loss(output, hidden_BD, labels_B):
         del labels_B
-        own_BV, log_p_BV = _log_probs(whole, hidden_BD), _log_probs(output, hidden_BD)
-        return -jnp.mean(jnp.sum(jnp.exp(own_BV) * log_p_BV, axis=1))
+        student, teacher = (
+            heads.Output(heads.lowrank(one[1].shape[1]), *one, hidden_BD)
+            for one in (output, whole)
+        )
+        return heads.distill(student, teacher, reduction="mean")
 
     fit = _fit(loss, training)
     starts = (_cut(root_DD, basis_DD[:, :rank], own, split.scale) for rank in ranks)
@@ -226,13 +229,6 @@ def _mean_losses(fit, start, split):
     unseen = split.unseen_UD, split.follow_U
     trained = fit(start, split.hidden_SD, split.labels_S)
     return tuple(float(_mean_loss(output, *unseen)) for output in (start, trained))
-
-
-def _log_probs(output, hidden_BD):
-    params, table_VE, bias_V = output
-    return jax.nn.log_softmax(
-        (hidden_BD @ params["project_DE"]) @ table_VE.T + bias_V[None]
-    )
 
 
 def _knee(ranks, losses):

@@ -1,10 +1,13 @@
 """What is asked of all words of a token: entropy, smoothing, temperature, divergence.
 
 Log-probabilities are formed for a chunk of tokens at a time, [C, V] from [C, K, V]
-within the budget, and reduced to a few numbers per token before the next chunk. Under
-differentiation a chunk is computed again: four products per context in all, where the
-loss of one component has three, and passes over [C, K, V] between them. Every gradient
-is that of jax but for the products, whose inputs are rounded as in the loss and which
+within the budget, and reduced to a few numbers per token before the next chunk.
+
+`over_words` gives numbers that take any cotangent: under differentiation a chunk is
+computed again, four products with the table per context. `sum_over_words` gives their
+weighted sum, whose gradient is known up to a factor as soon as a chunk is computed:
+three products, as the loss has. Both pass over [C, K, V] between them. Every gradient
+is that of jax but for the products', whose inputs are rounded as in the loss and which
 sum in float32 or better.
 
 A row that is no word, and a word whose bias is -inf, has a log-probability of about
@@ -49,7 +52,10 @@ class Source(NamedTuple):
 
 
 def over_words(
-    function: Callable[..., Any], sources: Sequence[Source], by_token: Any, options: Any
+    function: Callable[..., Any],
+    sources: Sequence[Source],
+    by_token: Any,
+    options: Options,
 ) -> Any:
     """`function(*log_probs_CV, by_token)` of every chunk of tokens, differentiable.
 
@@ -60,23 +66,108 @@ def over_words(
         by_token: what else the function reads of them.
         options: resolved; the budget is shared by the sources.
     """
-    tokens = [source.tokens for source in sources]
-    shared = [source.shared for source in sources]
-    count = len(jax.tree.leaves(tokens)[0])
-    token_bytes = sum(source.token_bytes for source in sources)
-    chunks = chunk_count(count, token_bytes, options.block_bytes)
+    tokens, shared, chunks = _parts(sources, options)
 
     # In a loop nothing can be merged with what is computed again.
     @functools.partial(jax.checkpoint, prevent_cse=chunks == 1)
     def one_chunk(shared, tokens, by_token):
-        each = zip(sources, shared, tokens, strict=True)
-        log_probs = [source.log_probs(own, chunk) for source, own, chunk in each]
-        return function(*log_probs, by_token)
+        return function(*_log_probs(sources, shared, tokens), by_token)
 
     def chunk(_, inputs):
         return (), one_chunk(shared, *inputs)
 
     return likelihood.over_chunks(chunk, (), (tokens, by_token), chunks)[1]
+
+
+def sum_over_words(
+    function: Callable[..., jax.Array],
+    sources: Sequence[Source],
+    by_token: Any,
+    weights_T: jax.Array,
+    options: Options,
+    learning: int | None = None,
+) -> jax.Array:
+    """sum_t weight[t] function[t], a scalar whose gradient is computed in forward.
+
+    Args:
+        function: as of `over_words`, to one number per token.
+        sources: as of `over_words`.
+        by_token: has no gradient.
+        weights_T: of the tokens.
+        options: resolved.
+        learning: how many sources, of the first, have a gradient; None is all.
+    """
+    tokens, shared, chunks = _parts(sources, options)
+
+    def value(learned, fixed, by_token):
+        shared, tokens = (a + b for a, b in zip(learned, fixed, strict=True))
+        return function(*_log_probs(sources, shared, tokens), by_token)
+
+    @jax.custom_vjp
+    def run(learned, fixed, by_token, weights_T):
+        def chunk(_, inputs):
+            (own, other), by_token = inputs
+            pairs = ((learned[0], own), (fixed[0], other))
+            return (), value(*pairs, by_token)
+
+        inputs = ((learned[1], fixed[1]), by_token)
+        value_T = likelihood.over_chunks(chunk, (), inputs, chunks)[1]
+        return jnp.sum(weights_T.astype(value_T.dtype) * value_T)
+
+    def forward(learned, fixed, by_token, weights_T):
+        def chunk(sums, inputs):
+            (own, other), by_token, weights_C = inputs
+
+            def of(shared, own):
+                return value((shared, own), (fixed[0], other), by_token)
+
+            value_C, pull = jax.vjp(of, learned[0], own)
+            shared_bar, tokens_bar = pull(weights_C.astype(value_C.dtype))
+            sums = jax.tree.map(jnp.add, sums, shared_bar)
+            return sums, (tokens_bar, value_C)
+
+        sums = jax.tree.map(_zeros, learned[0])
+        inputs = ((learned[1], fixed[1]), by_token, weights_T)
+        sums, (tokens_bar, value_T) = likelihood.over_chunks(
+            chunk, sums, inputs, chunks
+        )
+        total = jnp.sum(weights_T.astype(value_T.dtype) * value_T)
+        return total, ((sums, tokens_bar), value_T)
+
+    def backward(saved, bar):
+        learned_bar, value_T = jax.tree.map(
+            lambda array: (bar * array).astype(array.dtype), saved
+        )
+        return learned_bar, None, None, value_T.astype(weights_T.dtype)
+
+    run.defvjp(forward, backward)
+    # Constants, such as a prior of one component, vary as what they are used with.
+    tokens, shared, weights_T = shards.vary_over(
+        shards.axes(tokens), tokens, shared, weights_T
+    )
+    count = len(sources) if learning is None else learning
+    learned = (shared[:count], tokens[:count])
+    return run(learned, (shared[count:], tokens[count:]), by_token, weights_T)
+
+
+def _parts(sources, options):
+    """What tokens have, what they share, and the number of chunks."""
+    tokens = [source.tokens for source in sources]
+    shared = [source.shared for source in sources]
+    count = len(jax.tree.leaves(tokens)[0])
+    token_bytes = sum(source.token_bytes for source in sources)
+    return tokens, shared, chunk_count(count, token_bytes, options.block_bytes)
+
+
+def _zeros(array):
+    """Zeros like an array, which vary over the mesh as it does."""
+    nothing = jnp.zeros(jnp.shape(array), jnp.result_type(array))
+    return shards.vary_over(shards.axes(array), nothing)[0]
+
+
+def _log_probs(sources, shared, tokens):
+    each = zip(sources, shared, tokens, strict=True)
+    return [source.log_probs(own, chunk) for source, own, chunk in each]
 
 
 def of_mixture(
@@ -194,6 +285,19 @@ def of_label(log_p_CV: jax.Array, labels_C: jax.Array, options: Options) -> jax.
     hit_CV = jnp.arange(rows)[None] == label_C[:, None]
     own_C1 = jnp.sum(jnp.where(hit_CV, log_p_CV, 0.0), axis=1, keepdims=True)
     return shards.from_owner(own_C1, owned_C, labels_C, rows, options)[:, 0]
+
+
+def of_words(log_p_CV: jax.Array, words_CM: jax.Array, options: Options) -> jax.Array:
+    """log P of M given words of each token, [C, M]; NaN where one is no word."""
+    rows = log_p_CV.shape[1]
+    local_CM, owned_CM = shards.local_labels(words_CM, rows, options)
+    log_p_CM = jnp.take_along_axis(log_p_CV, local_CM, axis=1)
+
+    def one(log_p_C, owned_C, words_C):
+        own = (log_p_C[:, None], owned_C, words_C, rows, options)
+        return shards.from_owner(*own)[:, 0]
+
+    return jax.vmap(one, in_axes=1, out_axes=1)(log_p_CM, owned_CM, words_CM)
 
 
 def mean(log_p_CV: jax.Array, options: Options) -> jax.Array:

@@ -77,15 +77,19 @@ def varying_together(*trees: Any) -> tuple[Any, ...]:
     varying before a `custom_vjp`, so that its gradient is summed over the mesh by the
     transpose of the mark; outside `shard_map` nothing happens.
     """
-    axes = frozenset().union(*(_varying(leaf) for leaf in jax.tree.leaves(trees)))
-    return vary_over(axes, *trees)
+    return vary_over(axes(*trees), *trees)
 
 
-def vary_over(axes: Iterable[str], *trees: Any) -> tuple[Any, ...]:
+def axes(*trees: Any) -> frozenset[str]:
+    """The manual mesh axes that some leaf of the trees varies over."""
+    return frozenset().union(*(_varying(leaf) for leaf in jax.tree.leaves(trees)))
+
+
+def vary_over(names: Iterable[str], *trees: Any) -> tuple[Any, ...]:
     """The trees with every leaf varying over these manual mesh axes."""
 
     def vary(leaf):
-        missing = tuple(sorted(set(axes) - _varying(leaf)))
+        missing = tuple(sorted(set(names) - _varying(leaf)))
         return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
 
     return jax.tree.map(vary, trees)
