@@ -44,22 +44,18 @@ def run_task(task: Row) -> Row:
     for name, value in task["head"].items():
         setattr(section, name, int(value * case.vocab) if name == "frequent" else value)
     chosen = heads.from_config(section)
-    inputs, labels_T = _inputs(case, chosen)
+    arguments = inputs(case, chosen)
     function = gradient_of(chosen, operation.options_of(task))
-    few = (_cut(inputs), labels_T[:CHECKED])
+    few = (cut(arguments[0]), arguments[1][:CHECKED])
     wanted = _truth(chosen, *few)
-
-    def check(outputs):
-        row = {"loss": float(outputs[0])}
-        row["loss_error"] = abs(float(outputs[0]) - float(wanted[0]))
-        for name, bars, exact in zip(NAMES, outputs[1], wanted[1], strict=True):
-            errors = jax.tree.map(measure.relative_error, bars, exact)
-            row[f"error_{name}"] = max(jax.tree.leaves(errors), default=0.0)
-        return row
-
-    arguments = (inputs, labels_T)
-    seconds = task["seconds"]
-    row = measure.checked_and_timed(function, arguments, check, seconds, few, LIMITS)
+    row = measure.checked_and_timed(
+        function,
+        arguments,
+        lambda outputs: errors(outputs, wanted),
+        task["seconds"],
+        few,
+        LIMITS,
+    )
     flop = 3 * chosen.products * case._replace(components=1).product_flop
     row |= {"flop": flop, "checked_tokens": CHECKED}
     if "ms" in row:
@@ -78,11 +74,24 @@ def gradient_of(head: heads.Head, options: Options) -> jax.stages.Wrapped:
     return jax.jit(jax.value_and_grad(mean_nll))
 
 
-def _inputs(case, chosen):
-    """(params, table_VE, bias_V, hidden_TD), the latter three as head.py has them."""
+def errors(outputs: tuple[jax.Array, Any], wanted: tuple[jax.Array, Any]) -> Row:
+    """Those of a loss and of its gradients by NAMES."""
+    row = {"loss": float(outputs[0])}
+    row["loss_error"] = abs(float(outputs[0]) - float(wanted[0]))
+    for name, bars, exact in zip(NAMES, outputs[1], wanted[1], strict=True):
+        each = jax.tree.map(measure.relative_error, bars, exact)
+        row[f"error_{name}"] = max(jax.tree.leaves(each), default=0.0)
+    return row
+
+
+def inputs(case: problem.Case, chosen: heads.Head) -> tuple[Any, jax.Array]:
+    """(params, table_VE, bias_V, hidden_TD), and labels.
+
+    All but the parameters are as head.py has them.
+    """
     # A head that reads several states gets as many contexts of the operation's inputs.
     states = chosen.layers * chosen.positions
-    inputs, labels_T = operation.make_inputs(case._replace(components=states))
+    given, labels_T = operation.make_inputs(case._replace(components=states))
     params = chosen.init(jax.random.key(0), states * case.dim, case.dim)
     # A start of zero would hide mistakes, and contexts that differ by less than
     # bfloat16 resolves would show its rounding alone.
@@ -90,20 +99,21 @@ def _inputs(case, chosen):
         if not np.any(leaf):
             noise = jax.random.normal(jax.random.key(number), leaf.shape)
             params[name] = 2 * noise
-    hidden_TD = inputs.context_TKE.reshape(case.tokens, -1)
-    return (params, inputs.table_VE, inputs.bias_V, hidden_TD), labels_T
+    hidden_TD = given.context_TKE.reshape(case.tokens, -1)
+    return (params, given.table_VE, given.bias_V, hidden_TD), labels_T
 
 
-def _cut(inputs):
-    *output, hidden_TD = inputs
+def cut(given: Any) -> Any:
+    """What `inputs` gives, of the tokens that are checked."""
+    *output, hidden_TD = given
     return (*output, hidden_TD[:CHECKED])
 
 
-def _truth(chosen, inputs, labels_T):
+def _truth(chosen, given, labels_T):
     """The dense head on the same numbers, in float64."""
     with jax.enable_x64(True):
         wide = jax.tree.map(
-            lambda leaf: jnp.asarray(np.asarray(leaf, np.float64)), inputs
+            lambda leaf: jnp.asarray(np.asarray(leaf, np.float64)), given
         )
         dense = Options(implementation="reference")
         return gradient_of(chosen, dense)(wide, jnp.asarray(np.asarray(labels_T)))

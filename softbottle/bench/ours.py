@@ -13,6 +13,7 @@ MODULES = {
     "products": "head",
     "ceiling": "head",
     "layer": "layer",
+    "option": "option",
     "lstm": "recurrence",
     "step": "step",
     "sample": "decoding",

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from softbottle.bench import layer as layers
+from softbottle.bench import option as losses
 from softbottle.bench import problem, worker
 from softbottle.ops.lstm import api as lstm_op
 from softbottle.ops.mixture import options
@@ -57,6 +58,7 @@ def head(
     *,
     sweep: str | None = None,
     heads: Sequence[str] | None = None,
+    asked: Sequence[str] = (),
     budget_mib: int = 0,
     seconds: float = 0.5,
 ) -> Row:
@@ -70,6 +72,8 @@ def head(
         peers: names of PEERS.
         sweep: one of problem.SWEEPS instead of shapes: only losses, to be plotted.
         heads: names of layer.LAYERS, the whole heads at layer.CASES; None is all.
+        asked: names of option.OPTIONS, or "all": instead of all else, the losses with
+            these beside plain ones.
         budget_mib: the operations' `budget_bytes`, in MiB; 0 leaves the default.
         seconds: of timing, per variant.
     """
@@ -79,6 +83,7 @@ def head(
     check_peers(peers)
     chosen = list(layers.LAYERS if heads is None else heads)
     check_names("head", chosen, list(layers.LAYERS))
+    check_names("option", list(asked), ["all", *losses.OPTIONS])
     machine = probe(ask)
     on_gpu = machine["platform"] == "gpu"
     cases: Sequence[problem.Case]
@@ -93,6 +98,13 @@ def head(
         "check_flop": check_flop(machine),
     }
     limit = ceiling(ask, machine, seconds)
+    if asked:
+        rows = [
+            run_and_report(ask, OURS, common | task)
+            for case in cases
+            for task in _asked(case, implementations[0], asked)
+        ]
+        return summary("head", machine | {"ceiling_tflops": limit}, _beside(rows))
     ours = [
         task for case in cases for task in _ours(case, implementations, sweep, chosen)
     ]
@@ -278,6 +290,37 @@ def head_task(case: problem.Case, variant: str, kind: str, products: int) -> Row
         "kind": kind,
         "products": products,
     }
+
+
+def _asked(case, implementation, asked):
+    """Tasks for option.py; the plain losses are always among them."""
+    names = [
+        name for name in losses.OPTIONS if name in ("plain", *asked) or "all" in asked
+    ]
+    return [
+        head_task(case._replace(components=1), f"{head}, {name}", "option", 3)
+        | {"family": "ours", "head": head, "option": name}
+        | {"implementation": implementation}
+        for head, name in itertools.product(losses.HEADS, names)
+        # A cap is an activation, timed once.
+        if head == "softmax" or name != "soft-cap"
+    ]
+
+
+def _beside(rows):
+    """The rows with their times over that of the plain loss of their head."""
+    rows = relate(rows, None)
+    timed = [row for row in rows if row["status"] == "ok"]
+    plain = {
+        (row["group"], row["head"]): row["ms"]
+        for row in timed
+        if row["option"] == "plain"
+    }
+    for row in timed:
+        base = plain.get((row["group"], row["head"]))
+        known = base is not None and row["option"] != "plain"
+        row["over"] = {"plain": row["ms"] / base} if known else {}
+    return rows
 
 
 def _ours(case, implementations, sweep, heads):

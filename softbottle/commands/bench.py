@@ -2,6 +2,7 @@ r"""Race ours against peers, or time a training step by part, on this machine.
 
     softbottle bench --suite head --peers torch,cce --json head.json
     softbottle bench --suite head --sweep components --peers torch --json k.json
+    softbottle bench --suite head --shapes lm1b-100k --options all
     softbottle bench --draw k.json,v.json --out docs/results/cost.png
     softbottle bench --config ptb:mos --vocab 10000 --length 70
     softbottle bench --suite objective --config books \
@@ -31,6 +32,9 @@ SHAPES = flags.DEFINE_list("shapes", [], "Sizes by name; default: all, tiny on a
 SWEEP = flags.DEFINE_string("sweep", None, "head: components or vocab.")
 HEADS = flags.DEFINE_list(
     "heads", None, "head: the whole heads at tiny and lm1b-100k; default: all."
+)
+OPTIONS = flags.DEFINE_list(
+    "options", [], "head: what is asked of the loss, by name or all."
 )
 IMPLEMENTATIONS = flags.DEFINE_list("implementations", [], "Ours, by name.")
 PEERS = flags.DEFINE_list("peers", [], "torch, cce.")
@@ -98,6 +102,7 @@ def _head(ask, seconds):
         PEERS.value,
         sweep=SWEEP.value,
         heads=HEADS.value,
+        asked=OPTIONS.value,
         budget_mib=BUDGET.value,
         seconds=seconds,
     )

@@ -108,11 +108,9 @@ class Pieces(NamedTuple):
             score_CV = self._joined(own_CS, rare_CV)
             return score_CV - reductions.joint_lse(score_CV, options)[:, None]
 
-        words = len(self.rare.table_VE) + self.size
-        token_bytes = 4 * words * wide.itemsize
-        return reductions.Source(
-            (self.tokens, self.mixture), shared, log_probs, token_bytes
-        )
+        row_bytes = (len(self.rare.table_VE) + self.size) * wide.itemsize
+        tokens = (self.tokens, self.mixture)
+        return reductions.Source(tokens, shared, log_probs, 4 * row_bytes, row_bytes)
 
     def loss(self, targets: Targets) -> jax.Array:
         """See `Predictions`; the frequent words' gradient is not taken in forward."""

@@ -43,12 +43,14 @@ class Source(NamedTuple):
         shared: arrays that all tokens read, as wide as their gradients' sums.
         log_probs: (shared, tokens) -> log P of the local words, [C, V].
         token_bytes: what is held per token.
+        row_bytes: of one row of logits.
     """
 
     tokens: Any
     shared: Any
     log_probs: Callable[[Any, Any], jax.Array]
     token_bytes: int
+    row_bytes: int
 
 
 def over_words(
@@ -156,7 +158,8 @@ def _parts(sources, options):
     shared = [source.shared for source in sources]
     count = len(jax.tree.leaves(tokens)[0])
     token_bytes = sum(source.token_bytes for source in sources)
-    return tokens, shared, chunk_count(count, token_bytes, options.block_bytes)
+    budget = options.loss_bytes(max(source.row_bytes for source in sources))
+    return tokens, shared, chunk_count(count, token_bytes, budget)
 
 
 def _zeros(array):
@@ -192,20 +195,21 @@ def of_mixture(
         return jax.nn.logsumexp(log_p_CKV, axis=1)
 
     # Logits and their gradient, and as many numbers again of the mixture.
-    token_bytes = 2 * (components + 1) * len(table_VE) * wide.itemsize
+    row_bytes = len(table_VE) * wide.itemsize
+    token_bytes = 2 * (components + 1) * row_bytes
     shared = (theta, jax.tree.map(lambda array: array.astype(wide), vocabulary))
-    return Source(mixture, shared, log_probs, token_bytes)
+    return Source(mixture, shared, log_probs, token_bytes, row_bytes)
 
 
 def of_dense(log_p_TV: jax.Array) -> Source:
     """Log-probabilities that are given."""
     wide = sum_dtype(log_p_TV)
-    token_bytes = log_p_TV.shape[1] * wide.itemsize
+    row_bytes = log_p_TV.shape[1] * wide.itemsize
 
     def log_probs(_, log_p_CV):
         return jnp.maximum(log_p_CV.astype(wide), DEAD)
 
-    return Source(log_p_TV, (), log_probs, token_bytes)
+    return Source(log_p_TV, (), log_probs, row_bytes, row_bytes)
 
 
 def scores(context: jax.Array, vocabulary: Vocabulary, options: Options) -> jax.Array:

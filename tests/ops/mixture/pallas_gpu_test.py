@@ -246,16 +246,27 @@ def test_every_row_is_right_when_blocks_do_several_tiles(hopper, width):
     table_VE *= jnp.asarray(3 * width**-0.5, jnp.bfloat16)
     z_RV = np.asarray(context_RE, np.float64) @ np.asarray(table_VE, np.float64).T
     lse_R = np.log(np.sum(np.exp(z_RV), axis=1))
-    bias_V, ref_R = jnp.zeros(20_224), jnp.full(1024, 5.0)
+    bias_V, near_R = jnp.zeros(20_224), jnp.full(1024, 5.0)
     first = jax.jit(pallas_gpu.ROUTE.first, static_argnums=(4, 5))
     options = Options().resolve()
+    inputs = (context_RE[None], table_VE[None], bias_V[None], near_R, SOFTMAX, options)
     for _ in range(3):
-        _, total_R = first(context_RE, table_VE, bias_V, ref_R, SOFTMAX, options)
-        np.testing.assert_allclose(5.0 + np.log(total_R), lse_R, atol=1e-4)
+        e_1RV, total_1R, ref_1R = first(*inputs)
+        np.testing.assert_array_equal(ref_1R[0], near_R)
+        np.testing.assert_allclose(5.0 + np.log(total_1R[0]), lse_R, atol=1e-4)
         ours_R1 = pallas_gpu.IMPLEMENTATION.lse(
             context_RE[:, None], Vocabulary(table_VE, bias_V), SOFTMAX, options
         )
         np.testing.assert_allclose(ours_R1[:, 0], lse_R, atol=1e-4)
-    e_RV, _ = first(context_RE, table_VE, bias_V, ref_R, SOFTMAX, options)
     exact_RV = np.exp(z_RV - 5.0)
-    assert np.max(np.abs(np.asarray(e_RV, np.float64) / exact_RV - 1)) < 5e-3
+    assert np.max(np.abs(np.asarray(e_1RV[0], np.float64) / exact_RV - 1)) < 5e-3
+    # References far below the largest score: rows of some tiles are done again.
+    far_R = near_R.at[200:204].set(-200.0)
+    e_1RV, total_1R, ref_1R = first(*inputs[:3], far_R, *inputs[4:])
+    np.testing.assert_allclose(ref_1R[0] + np.log(total_1R[0]), lse_R, atol=1e-4)
+    again_R = np.asarray(ref_1R[0]) != np.asarray(near_R)
+    np.testing.assert_array_equal(np.flatnonzero(again_R), np.arange(128, 256))
+    exact_RV = np.exp(z_RV - np.asarray(ref_1R[0], np.float64)[:, None])
+    # Of the largest entries: the smallest of bfloat16 are 0 beside normalizers.
+    close_RV = np.isclose(np.asarray(e_1RV[0], np.float64), exact_RV, 5e-3, 1e-30)
+    assert np.all(close_RV)

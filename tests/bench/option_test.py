@@ -1,0 +1,37 @@
+"""Losses with something asked of them, beside plain ones."""
+
+import pytest
+
+from softbottle.bench import option, race, table, worker
+
+
+def race_of(*asked):
+    result = race.head(
+        worker.in_process, ["tiny"], ["blocked"], [], asked=asked, seconds=0.01
+    )
+    return result, {row["variant"]: row for row in result["rows"]}
+
+
+def test_each_is_checked_and_set_beside_the_plain_loss():
+    result, rows = race_of("smoothing", "entropy")
+    names = ("plain", "smoothing", "entropy")
+    assert list(rows) == [f"{head}, {n}" for head in option.HEADS for n in names]
+    assert all(row["status"] == "ok" and row["same_bits"] for row in rows.values())
+    for head in option.HEADS:
+        plain, smoothed = rows[f"{head}, plain"], rows[f"{head}, smoothing"]
+        assert "plain" not in plain["over"]
+        assert smoothed["over"]["plain"] == smoothed["ms"] / plain["ms"]
+    assert "/ plain" in table.render(result)
+
+
+def test_a_formula_that_is_not_kept_is_not_timed(monkeypatch):
+    (_, dense), (smoothed, _) = option.OPTIONS["plain"], option.OPTIONS["smoothing"]
+    monkeypatch.setitem(option.OPTIONS, "smoothing", (smoothed, dense))
+    _, rows = race_of("smoothing")
+    row = rows["softmax, smoothing"]
+    assert row["status"] == "wrong" and "ms" not in row
+
+
+def test_an_unknown_name_is_refused():
+    with pytest.raises(ValueError, match="no option is called 'smooth'; there are"):
+        race_of("smooth")
