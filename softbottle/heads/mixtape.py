@@ -132,6 +132,10 @@ class Pieces(NamedTuple):
         )
         return self.mixture.log_prior_TK, score_T1, lse_T1
 
+    def scores_and_entropy(self, labels_T: jax.Array) -> None:
+        """See `Predictions`: that of the frequent words is no operation's."""
+        del labels_T
+
     def log_probs(self, log_prior_TK: jax.Array | None) -> jax.Array:
         """See `Predictions`."""
         _, lse_T1 = self._masses()

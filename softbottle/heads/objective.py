@@ -8,9 +8,9 @@ beside the fused loss: the temperature divides the logits, and
 
     log P(label) - 1 / V sum_v log P(v) = logit of the label - mean logit,
 
-which is the logit of a mean row. Else, and for the entropy of any head, the
-log-probabilities are formed a chunk of tokens at a time (ops/mixture/reductions.py),
-once for all that is asked of them.
+which is the logit of a mean row. The entropy of one component comes with its
+normalizer. Else the log-probabilities are formed a chunk of tokens at a time
+(ops/mixture/reductions.py), once for all that is asked of them.
 """
 
 from collections.abc import Sequence
@@ -81,7 +81,12 @@ def measure(
         predictions = predictions.tempered(terms.temperature)
         terms = terms._replace(temperature=1.0)
     found: dict[str, jax.Array] = {}
-    if streamed or "entropy" in names:
+    known = None
+    if "entropy" in names and not streamed:
+        known = predictions.scores_and_entropy(labels_T)
+    if known is not None:
+        found = _of_components(known[0], terms) | {"entropy": known[1]}
+    elif streamed or "entropy" in names:
         found = _of_words(predictions, labels_T, terms, names, options)
     wanted = {"z_loss", *names} if terms.z_loss else set(names)
     if not wanted <= found.keys():

@@ -55,6 +55,12 @@ class Predictions(Protocol):
         """log_prior_TK, score_TK and lse_TK."""
         ...
 
+    def scores_and_entropy(
+        self, labels_T: jax.Array
+    ) -> tuple[tuple[jax.Array, jax.Array, jax.Array], jax.Array] | None:
+        """The scores and the entropy [T], or None where no operation has it."""
+        ...
+
     def log_probs(self, log_prior_TK: jax.Array | None) -> jax.Array:
         """Log P of every word, by the given prior if there is one."""
         ...
@@ -111,6 +117,18 @@ class OfMixture(NamedTuple):
         log_prior_TK, context_TKE = self.mixture
         tokens = (context_TKE, self.words, labels_T)
         return log_prior_TK, *ops.scores(*tokens, self.activation, self.options)
+
+    def scores_and_entropy(
+        self, labels_T: jax.Array
+    ) -> tuple[tuple[jax.Array, jax.Array, jax.Array], jax.Array] | None:
+        """See `Predictions`; of one component, without classes of words."""
+        log_prior_TK, context_TKE = self.mixture
+        if context_TKE.shape[1:-1] != (1,) or self.activation.params:
+            return None
+        how = (self.activation, self.options)
+        lse_TK, entropy_TK = ops.entropies(context_TKE, self.words, *how)
+        score_TK = ops.label_score(context_TKE, self.words, labels_T, *how)
+        return (log_prior_TK, score_TK, lse_TK), entropy_TK[:, 0]
 
     def log_probs(self, log_prior_TK: jax.Array | None) -> jax.Array:
         """See `Predictions`."""

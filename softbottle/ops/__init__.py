@@ -2,6 +2,7 @@
 
 from softbottle.ops.mixture.activations import Activation
 from softbottle.ops.mixture.api import (
+    entropies,
     label_score,
     log_probs,
     loss,
@@ -20,6 +21,7 @@ __all__ = [
     "Options",
     "Targets",
     "Vocabulary",
+    "entropies",
     "label_score",
     "log_probs",
     "loss",

@@ -2,6 +2,7 @@
 
     scores     g(z) of the label and logsumexp_v g(z_v), per token and component
     label_score, the former alone
+    entropies  the latter, and the entropy of each component
     nll        -log P(label) per token; takes any cotangent
     loss       the weighted sum of nll, with its gradient computed in forward
     source     log P of all words in chunks of tokens, for reductions.py
@@ -68,6 +69,25 @@ def label_score(
     return likelihood.target_score(
         context_TKE, vocabulary, labels_T, activation, options
     )
+
+
+def entropies(
+    context_TKE: jax.Array,
+    vocabulary: Vocabulary,
+    activation: Activation = SOFTMAX,
+    options: Options = DEFAULTS,
+) -> tuple[jax.Array, jax.Array]:
+    """The log-normalizers and the entropy of each component, [T, K] both.
+
+    They take any cotangents. The activation has no parameters, and words no classes.
+    """
+    options = options.resolve()
+    _check(context_TKE, vocabulary, options)
+    chosen = _implementation(options, context_TKE)
+    inputs = (context_TKE, vocabulary, activation, options)
+    lse_TK, entropy_TK = chosen.entropies(*inputs)
+    joint_TK = shards.joint_lse(lse_TK, options)
+    return joint_TK, shards.joint_entropy(lse_TK, entropy_TK, joint_TK, options)
 
 
 def nll(

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 
 from softbottle.ops.mixture import classes, exponential, likelihood, products, shards
-from softbottle.ops.mixture.activations import Activation
+from softbottle.ops.mixture.activations import DEAD, Activation
 from softbottle.ops.mixture.arrays import Mixture, Targets, Vocabulary
 from softbottle.ops.mixture.implementation import Choice, Implementation, Shaped
 from softbottle.ops.mixture.options import (
@@ -72,14 +72,22 @@ def route(options: Options) -> exponential.Route:
     return exponential.Route(_first_product, _lse, (1, 1, 1), 1)
 
 
-def _first_product(context_NRQ, table_NPQ, bias_NP, near_R, activation, options):
+def _first_product(
+    context_NRQ, table_NPQ, bias_NP, near_R, tilt_2R, activation, options
+):
     """E, its row sums before rounding, and the rows' maxima; see exponential.py."""
     del options
     z_NRP = products.product(context_NRQ, table_NPQ, (2, 2), near_R.dtype)
     g_NRP, slope_NRP = likelihood.with_slope(activation, z_NRP + bias_NP[:, None])
     ref_NR = _finite(jnp.max(g_NRP, axis=2))
     exp_NRP = jnp.exp(g_NRP - ref_NR[:, :, None])
-    e_NRP = (exp_NRP * slope_NRP).astype(context_NRQ.dtype)
+    e_NRP = exp_NRP * slope_NRP
+    if tilt_2R is not None:
+        level_R1, tilt_R1 = tilt_2R[:, :, None]
+        # A word of bias -inf has no probability: 0 times what is finite.
+        ahead_NRP = jnp.maximum(g_NRP - near_R[None, :, None], DEAD)
+        e_NRP *= level_R1[None] + tilt_R1[None] * ahead_NRP
+    e_NRP = e_NRP.astype(context_NRQ.dtype)
     return e_NRP, jnp.sum(exp_NRP, axis=2), ref_NR
 
 
@@ -125,6 +133,40 @@ def lse_backward(
 
 
 _fused_lse.defvjp(_lse_forward, lse_backward)
+
+
+def _entropies(context_TKE, vocabulary, activation, options):
+    inputs = shards.varying_together(context_TKE, vocabulary)
+    return _fused_entropies(activation, options, *inputs)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _fused_entropies(activation, options, context_TKE, vocabulary):
+    cast = _cast(options, context_TKE, vocabulary)
+
+    def chunk(_, context_CKE):
+        z_CKV = likelihood.logits(context_CKE, cast, options)
+        g_CKV = activation.apply(activation.theta, z_CKV)
+        return (), _masked_lse_and_entropy(g_CKV, options)
+
+    count = chunks(context_TKE, vocabulary.table_VE, options)
+    return likelihood.over_chunks(chunk, (), context_TKE, count)[1]
+
+
+def _entropies_forward(activation, options, context_TKE, vocabulary):
+    lse_TK, entropy_TK = _fused_entropies(activation, options, context_TKE, vocabulary)
+    saved = (context_TKE, vocabulary, lse_TK)
+    return (lse_TK, entropy_TK), (saved, entropy_TK)
+
+
+def _entropies_backward(activation, options, saved, bars):
+    saved, entropy_TK = saved
+    entropy = (entropy_TK, bars[1])
+    way = route(options)
+    return exponential.lse_backward(way, activation, options, saved, bars[0], entropy)
+
+
+_fused_entropies.defvjp(_entropies_forward, _entropies_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -233,10 +275,26 @@ def _cast(options, context_TKE, vocabulary):
 
 
 def _masked_lse(g_CKV, options):
+    ahead_CKV, top_CK = _ahead(g_CKV, options)
+    return top_CK + jnp.log(jnp.sum(jnp.exp(ahead_CKV), axis=-1))
+
+
+def _masked_lse_and_entropy(g_CKV, options):
+    ahead_CKV, top_CK = _ahead(g_CKV, options)
+    exp_CKV = jnp.exp(ahead_CKV)
+    total_CK = jnp.sum(exp_CKV, axis=-1)
+    # 0 times what is finite, where a word has no probability.
+    behind_CK = jnp.sum(exp_CKV * jnp.maximum(ahead_CKV, DEAD), axis=-1) / total_CK
+    log_CK = jnp.log(total_CK)
+    return top_CK + log_CK, log_CK - behind_CK
+
+
+def _ahead(g_CKV, options):
+    """Scores less the largest of their row, and these."""
     live_V = shards.live_rows(g_CKV.shape[-1], options)
     g_CKV = jnp.where(live_V[None, None], g_CKV, -jnp.inf)
     top_CK = _finite(jnp.max(g_CKV, axis=-1))
-    return top_CK + jnp.log(jnp.sum(jnp.exp(g_CKV - top_CK[:, :, None]), axis=-1))
+    return g_CKV - top_CK[:, :, None], top_CK
 
 
 def _finite(top):
@@ -254,4 +312,4 @@ def _hits(labels_C, rows, options):
     return labels_C[:, None] == ids_V[None]
 
 
-IMPLEMENTATION = Implementation(_lse, _loss, _choice)
+IMPLEMENTATION = Implementation(_lse, _loss, _choice, _entropies)

@@ -27,7 +27,12 @@ would have to wait for. The table is padded to sizes that matrix units like, its
 never enters a sum, and the same inputs give the same bits.
 
 The gradient of the normalizers themselves, for any cotangent, is the same with
-scale[r] = cotangent[r] exp(ref[r] - lse[r]) and no label: `lse_backward`.
+scale[r] = cotangent[r] exp(ref[r] - lse[r]) and no label: `lse_backward`. Beside it the
+entropy of each row, H = lse - sum_v p g, may have a cotangent, of which
+
+    d z[r, v] = p (lse_bar - H_bar (g - lse + H)) g',
+
+so that E has a factor more, linear in g - lse, and scale[r] is exp(ref[r] - lse[r]).
 
 Words in classes (classes.py) have products and references of their own for each class,
 on its words and contexts, under one normalizer. All arrays have an axis for them; most
@@ -66,8 +71,10 @@ class Route(NamedTuple):
     """How a platform computes the products, and the sizes that it likes.
 
     Attributes:
-        first: (context_NRQ, table_NPQ, bias_NP, near_R, activation, options) ->
-            (E_NRP, sum_NR, ref_NR), where near_R are scores, usually near the largest.
+        first: (context_NRQ, table_NPQ, bias_NP, near_R, tilt_2R, activation, options)
+            -> (E_NRP, sum_NR, ref_NR), where near_R are scores, usually near the
+            largest, and E has the factor tilt_0R + tilt_1R (g - near_R) if there is a
+            tilt.
         lse: (context_TKE, vocabulary, activation, options) -> normalizers [T, K].
         multiples: what rows, words and width of the first product are padded to.
         width: what the width of the third product is padded to.
@@ -158,6 +165,7 @@ def lse_backward(
     options: Options,
     saved: tuple[jax.Array, Vocabulary, jax.Array],
     lse_bar_TK: jax.Array,
+    entropy: tuple[jax.Array, jax.Array] | None = None,
 ) -> tuple[jax.Array, Vocabulary]:
     """The gradients of contexts and vocabulary by a cotangent of the normalizers.
 
@@ -167,19 +175,28 @@ def lse_backward(
         options: those of the forward pass.
         saved: its contexts [T, K, E], vocabulary and normalizers [T, K].
         lse_bar_TK: the cotangent; where it is 0, nothing is read.
+        entropy: the rows' entropies [T, K] and the cotangents of these, if they have
+            any; nothing is read where both cotangents are 0.
     """
     context_TKE, vocabulary, lse_TK = saved
     padded = _pad(route, context_TKE, vocabulary, options)
     dtype = padded.table_NPQ.dtype
 
     def chunk(sums, tokens):
-        context_CKE, lse_CK, bar_CK = tokens
-        asked_CK = bar_CK != 0
+        context_CKE, lse_CK, bar_CK, entropy = tokens
+        asked_CK, tilt_2CK = bar_CK != 0, None
+        if entropy is not None:
+            entropy_CK, entropy_bar_CK = entropy
+            asked_CK |= entropy_bar_CK != 0
+            level_CK = bar_CK - entropy_bar_CK * entropy_CK
+            tilt_2CK = jnp.stack([level_CK, -entropy_bar_CK])
+            tilt_2CK = jnp.where(asked_CK[None], tilt_2CK, 0.0)
+            bar_CK = jnp.ones_like(bar_CK)
         cast_CKE = jnp.where(asked_CK[:, :, None], context_CKE, 0).astype(dtype)
         cast_NCKE = cast_CKE[None]
         near_CK = jnp.where(asked_CK, lse_CK, 0.0)
         e_NRP, _, ref_NCK = _exponentials(
-            route, activation, options, padded, cast_NCKE, near_CK
+            route, activation, options, padded, cast_NCKE, near_CK, tilt_2CK
         )
         factor_NCK = jnp.exp(ref_NCK - near_CK[None])
         scale_NCK = jnp.where(asked_CK[None], bar_CK[None] * factor_NCK, 0.0)
@@ -190,7 +207,7 @@ def lse_backward(
     sums = table_sums.zeros(
         route.width, context_TKE, padded.bias_NP, vocabulary.table_VE
     )
-    tokens = (context_TKE, lse_TK, lse_bar_TK)
+    tokens = (context_TKE, lse_TK, lse_bar_TK, entropy)
     count = chunks(route, context_TKE, vocabulary.table_VE, options)
     sums, context_bar_TKE = likelihood.over_chunks(chunk, sums, tokens, count)
     bars = table_sums.gradient(sums, vocabulary)
@@ -301,7 +318,9 @@ def _second_product(e_NRP, padded, cast_NCKE, dtype):
     return product_NRF[:, : size * components, :width].reshape(cast_NCKE.shape)
 
 
-def _exponentials(route, activation, options, padded, cast_NCKE, near_CK):
+def _exponentials(
+    route, activation, options, padded, cast_NCKE, near_CK, tilt_2CK=None
+):
     """E [N, rows, P], its sums and references [N, C, K]."""
     count, size, components, width = cast_NCKE.shape
     rows = size * components
@@ -310,8 +329,11 @@ def _exponentials(route, activation, options, padded, cast_NCKE, near_CK):
     context_NRE = jnp.pad(context_NRE, ((0, 0), more, (0, 0)))
     context_NRQ = pad_width(context_NRE, route.multiples[2])
     near_R = jnp.pad(near_CK.reshape(rows), (more,))
-    tables = (padded.table_NPQ, padded.bias_NP)
-    e_NRP, *by_row = route.first(context_NRQ, *tables, near_R, activation, options)
+    tilt_2R = None
+    if tilt_2CK is not None:
+        tilt_2R = jnp.pad(tilt_2CK.reshape(2, rows), ((0, 0), more))
+    inputs = (context_NRQ, padded.table_NPQ, padded.bias_NP, near_R, tilt_2R)
+    e_NRP, *by_row = route.first(*inputs, activation, options)
     shape = cast_NCKE.shape[:3]
     total_NCK, ref_NCK = (array_NR[:, :rows].reshape(shape) for array_NR in by_row)
     return e_NRP, total_NCK, ref_NCK

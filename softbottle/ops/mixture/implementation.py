@@ -25,7 +25,7 @@ class Choice(NamedTuple):
 
 
 class Implementation(NamedTuple):
-    """The three functions of an implementation; their options are resolved.
+    """The functions of an implementation; their options are resolved.
 
     Attributes:
         lse: (context_TKE, vocabulary, activation, options) -> the log-normalizers
@@ -36,6 +36,9 @@ class Implementation(NamedTuple):
             cleared.
         choice: (context_TKE, table_VE, activation, options) -> what computes `loss` on
             arrays of these shapes, which an implementation may leave to another.
+        entropies: as `lse`, of an activation without parameters -> the log-normalizers
+            and the entropy of each component over the local rows, [T, K] both, which
+            take any cotangents.
     """
 
     lse: Callable[[jax.Array, Vocabulary, Activation, Options], jax.Array]
@@ -43,3 +46,6 @@ class Implementation(NamedTuple):
         [Mixture, Vocabulary, Targets, Activation, Options, Elsewhere | None], jax.Array
     ]
     choice: Callable[[Shaped, Shaped, Activation, Options], Choice]
+    entropies: Callable[
+        [jax.Array, Vocabulary, Activation, Options], tuple[jax.Array, jax.Array]
+    ]

@@ -4,8 +4,9 @@
 
 A tile of z lives in registers from the last multiply-add to the exponential: for
 training E leaves in bfloat16 with float32 row sums of the unrounded values, for
-evaluation only a maximum and a sum of each tile leave. XLA adds up the tiles, in order,
-and computes the other two products, at which its library is near the machine's peak.
+evaluation only a maximum and a sum of each tile leave, and for entropies the sum of
+exp(g(z) - ref) (g(z) - ref) as well. XLA adds up the tiles, in order, and computes the
+other two products, at which its library is near the machine's peak.
 
 References are the labels' scores, as a rule near the largest. Rows whose sum shows that
 theirs is too low, by `FAR` nats, are done again with their normalizers, in place and
@@ -93,7 +94,9 @@ def interpreted() -> Iterator[None]:
         _INTERPRET.reset(token)
 
 
-def _first_product(context_NRQ, table_NPQ, bias_NP, near_R, activation, options):
+def _first_product(
+    context_NRQ, table_NPQ, bias_NP, near_R, tilt_2R, activation, options
+):
     """E, row sums and references; sizes are multiples of the tiles'.
 
     Rows and words of all classes are one below the other; tiles of E are those where a
@@ -107,13 +110,20 @@ def _first_product(context_NRQ, table_NPQ, bias_NP, near_R, activation, options)
         bias_NP.reshape(-1),
     )
     near_R = jnp.tile(near_R, count)
+    if tilt_2R is not None:
+        # References are normalizers, which no score is above.
+        tilt_2R = jnp.tile(tilt_2R, (1, count))
+        e_RP, sum_JR = call(_Inputs(*tables, near_R, tilt_2R), count)
+        each = (e_RP, jnp.sum(sum_JR, axis=0), near_R)
+        return tuple(array.reshape(count, rows, *array.shape[1:]) for array in each)
     e_RP, sum_JR = call(_Inputs(*tables, near_R), count)
     total_R = jnp.sum(sum_JR, axis=0)
     far_R, which = _far_tiles(total_R)
     # What these give for other rows was never written.
     lse_R = _combined(*call(_Inputs(*tables, which=which), count))
     ref_R = jnp.where(far_R, lse_R, near_R)
-    e_RP, sum_JR = call(_Inputs(*tables, ref_R, which, e_RP), count)
+    redone = _Inputs(*tables, ref_R, which=which, e_RP=e_RP)
+    e_RP, sum_JR = call(redone, count)
     total_R = jnp.where(far_R, jnp.sum(sum_JR, axis=0), total_R)
     each = (e_RP, total_R, ref_R)
     return tuple(array.reshape(count, rows, *array.shape[1:]) for array in each)
@@ -136,13 +146,23 @@ def _combined(top_JR, sum_JR):
     return (top_R + jnp.log2(total_R)) / LOG2_E
 
 
+def _entropy(top_JR, sum_JR, moment_JR):
+    """The rows' entropies, from what `_combined` takes and the tiles' moments."""
+    top_R = jnp.max(top_JR, axis=0)
+    behind_JR = top_JR - top_R[None]
+    weight_JR = jnp.exp2(behind_JR)
+    total_R = jnp.sum(sum_JR * weight_JR, axis=0)
+    moment_R = jnp.sum((moment_JR + sum_JR * behind_JR) * weight_JR, axis=0)
+    return (jnp.log2(total_R) - moment_R / total_R) / LOG2_E
+
+
 ROUTE = exponential.Route(
     _first_product, _lse, (BLOCK_ROWS, BLOCK_WORDS, BLOCK_WIDTH), 32
 )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _fused_lse(activation, options, context_TKE, vocabulary):
+def _tile_sums(activation, options, context_TKE, vocabulary, moments):
+    """Maxima and sums of every row's tiles, [J, R], and moments if asked for."""
     tokens, components, width = context_TKE.shape
     table_VE, bias_V = vocabulary
     dtype = product_dtype(options, context_TKE, table_VE)
@@ -153,11 +173,20 @@ def _fused_lse(activation, options, context_TKE, vocabulary):
     table_PQ = _pad(table_VE.astype(dtype), BLOCK_WORDS, BLOCK_WIDTH)
     more = table_PQ.shape[0] - bias_V.size
     bias_P = jnp.pad(bias_V, (0, more), constant_values=DEAD)
-    # Kernel code is one for both uses; here the references are the tiles' own maxima.
-    lse_R = _combined(
-        *_call(activation, options, _Inputs(context_RQ, table_PQ, bias_P))
-    )
-    return lse_R[: tokens * components].reshape(tokens, components)
+    # Kernel code is one for all uses; here the references are the tiles' own maxima.
+    inputs = _Inputs(context_RQ, table_PQ, bias_P)
+    return _call(activation, options, inputs, moments=moments)
+
+
+def _by_token(array_R, context_TKE):
+    tokens, components, _ = context_TKE.shape
+    return array_R[: tokens * components].reshape(tokens, components)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _fused_lse(activation, options, context_TKE, vocabulary):
+    sums = _tile_sums(activation, options, context_TKE, vocabulary, False)
+    return _by_token(_combined(*sums), context_TKE)
 
 
 def _lse_forward(activation, options, context_TKE, vocabulary):
@@ -170,6 +199,36 @@ def _lse_backward(activation, options, saved, lse_bar_TK):
 
 
 _fused_lse.defvjp(_lse_forward, _lse_backward)
+
+
+def _entropies(context_TKE, vocabulary, activation, options):
+    if _refused(context_TKE, vocabulary.table_VE, activation, options):
+        plain = blocked.IMPLEMENTATION.entropies
+        return plain(context_TKE, vocabulary, activation, options)
+    inputs = shards.varying_together(context_TKE, vocabulary)
+    return _fused_entropies(activation, options, *inputs)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _fused_entropies(activation, options, context_TKE, vocabulary):
+    sums = _tile_sums(activation, options, context_TKE, vocabulary, True)
+    by_row = (_combined(*sums[:2]), _entropy(*sums))
+    lse_TK, entropy_TK = (_by_token(array_R, context_TKE) for array_R in by_row)
+    return lse_TK, entropy_TK
+
+
+def _entropies_forward(activation, options, context_TKE, vocabulary):
+    found = _fused_entropies(activation, options, context_TKE, vocabulary)
+    return found, (context_TKE, vocabulary, found)
+
+
+def _entropies_backward(activation, options, saved, bars):
+    context_TKE, vocabulary, (lse_TK, entropy_TK) = saved
+    saved, entropy = (context_TKE, vocabulary, lse_TK), (entropy_TK, bars[1])
+    return exponential.lse_backward(ROUTE, activation, options, saved, bars[0], entropy)
+
+
+_fused_entropies.defvjp(_entropies_forward, _entropies_backward)
 
 
 def _refused(context_TKE, table_VE, activation, options):
@@ -196,15 +255,16 @@ def _pad(array_RE, rows, width):
 class _Inputs(NamedTuple):
     """What the kernel is given.
 
-    Without references (`ref_R`) it is for evaluation. With `which`, a number and then
-    numbers of tiles of rows, it computes these and leaves the others of `e_RP` as they
-    are.
+    Without references (`ref_R`) it is for evaluation. E has the factor tilt_0R +
+    tilt_1R (g(z) - ref) if there is a tilt. With `which`, a number and then numbers of
+    tiles of rows, it computes these and leaves the others of `e_RP` as they are.
     """
 
     context_RQ: Any
     table_PQ: Any
     bias_P: Any
     ref_R: Any = None
+    tilt_2R: Any = None
     which: Any = None
     e_RP: Any = None
 
@@ -212,16 +272,19 @@ class _Inputs(NamedTuple):
 class _Refs(NamedTuple):
     """What the kernel reads and writes in global memory.
 
-    `first_out` is E [R, P] or, for evaluation, [J, R] maxima of tiles.
+    `first_out` is E [R, P] or, for evaluation, [J, R] maxima of tiles; `moment_JR` is
+    None unless moments are asked for.
     """
 
     context_RQ: Any
     table_PQ: Any
     bias_P: Any
     ref_R: Any
+    tilt_2R: Any
     which: Any
     first_out: Any
     sum_JR: Any
+    moment_JR: Any
 
 
 class _Scratch(NamedTuple):
@@ -231,21 +294,27 @@ class _Scratch(NamedTuple):
     stats: Any
     arrived: Any
     out: Any = None
+    tilt: Any = None
 
 
-def _call(activation, options, inputs, classes=1):
+def _call(activation, options, inputs, classes=1, moments=False):
     """Run the kernel: E or maxima, and sums; under `vmap`, once for each element.
 
-    Rows and words are those of so many classes, one below the other.
+    Rows and words are those of so many classes, one below the other. With `moments`
+    those of the tiles follow.
     """
     inputs = inputs._replace(
         bias_P=_base2(inputs.bias_P),
         ref_R=None if inputs.ref_R is None else _base2(inputs.ref_R),
     )
+    if inputs.tilt_2R is not None:
+        per_nat = jnp.asarray([1, 1 / LOG2_E], jnp.float32)
+        tilt_2R = inputs.tilt_2R.astype(jnp.float32) * per_nat[:, None]
+        inputs = inputs._replace(tilt_2R=tilt_2R)
     # A device that is described by hand may not say how many: as many as an H200.
     processors = options.device.multiprocessors or 132
     run = functools.partial(
-        _kernel_call, activation, classes, processors, _INTERPRET.get()
+        _kernel_call, activation, classes, moments, processors, _INTERPRET.get()
     )
     return jax.custom_batching.sequential_vmap(run)(inputs)
 
@@ -254,7 +323,7 @@ def _base2(vector):
     return vector.astype(jnp.float32) * LOG2_E
 
 
-def _kernel_call(activation, classes, processors, interpret, inputs):
+def _kernel_call(activation, classes, moments, processors, interpret, inputs):
     rows, words = len(inputs.context_RQ), len(inputs.table_PQ) // classes
     tiles = words // BLOCK_WORDS
     axes = jax.typeof(inputs.context_RQ).manual_axis_type
@@ -271,13 +340,15 @@ def _kernel_call(activation, classes, processors, interpret, inputs):
 
     def body(*refs):
         named = jax.tree.unflatten(structure, refs[: len(given)])
-        first_out, sum_JR = (named.e_RP, *refs[len(given) :])[-2:]
-        _kernel(activation, classes, _Refs(*named[:-1], first_out, sum_JR))
+        written = list(refs[len(given) :])
+        moment_JR = written.pop() if moments else None
+        first_out, sum_JR = (named.e_RP, *written)[-2:]
+        _kernel(activation, classes, _Refs(*named[:-1], first_out, sum_JR, moment_JR))
 
     jobs = tiles * (rows // BLOCK_ROWS)
     results = plgpu.kernel(
         body,
-        out_type=[*outputs, stats],
+        out_type=[*outputs, stats, *[stats] * moments],
         grid=(min(jobs, 2 if interpret else processors),),
         grid_names=("blocks",),
         num_threads=3,
@@ -364,12 +435,16 @@ def _pipeline(context_RQ, body, context):
 
 def _scratch(refs):
     """Shared memory and barriers of a block, by the names in `_Scratch`."""
-    store = refs.ref_R is not None
+    store, tilts = refs.ref_R is not None, refs.tilt_2R is not None
+    stats = 2 + (refs.moment_JR is not None)
+    arrivals = 1 + store + 2 * tilts
     scratch = {
         "bias": plgpu.SMEM((2, BLOCK_WORDS), jnp.float32),
-        "stats": plgpu.SMEM((2, 2, WARPGROUP_ROWS), jnp.float32),
-        "arrived": plgpu.Barrier(num_arrivals=1 + store, num_barriers=2),
+        "stats": plgpu.SMEM((2, stats, WARPGROUP_ROWS), jnp.float32),
+        "arrived": plgpu.Barrier(num_arrivals=arrivals, num_barriers=2),
     }
+    if tilts:
+        scratch["tilt"] = plgpu.SMEM((2, 2, WARPGROUP_ROWS), jnp.float32)
     if store:
         dtype = refs.context_RQ.dtype
         scratch["out"] = plgpu.SMEM(
@@ -397,6 +472,10 @@ def _tile(activation, refs, scratch, ring, place):
         plgpu.copy_gmem_to_smem(refs.bias_P.at[words], mine.bias, mine.arrived)
         if refs.ref_R is not None:
             plgpu.copy_gmem_to_smem(refs.ref_R.at[rows], mine.stats.at[0], mine.arrived)
+        if refs.tilt_2R is not None:
+            for part in range(2):
+                tilt = (refs.tilt_2R.at[part, rows], mine.tilt.at[part])
+                plgpu.copy_gmem_to_smem(*tilt, mine.arrived)
         sums = plgpu.ACC((WARPGROUP_ROWS, BLOCK_WORDS), jnp.float32)
 
         @functools.partial(pl.run_scoped, sum_ref=sums)
@@ -427,15 +506,26 @@ def _leave(gain, sum_ref, scratch, refs, word_tile, rows):
         # g increases, so its maximum is at that of z.
         ref_R = gain(functools.reduce(jnp.maximum, tops))[0]
     ref_RW = lax.broadcast_in_dim(ref_R, shape, [0])
-    total_R = None
+    if refs.tilt_2R is not None:
+        level_RW, tilt_RW = (
+            lax.broadcast_in_dim(
+                plgpu.load(scratch.tilt.at[part], layout=by_row), shape, [0]
+            )
+            for part in range(2)
+        )
+    total_R = moment_R = None
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     for part in parts_of_tile:
         g_RW, gain_RW = gain(logits(part))
-        exp_RW = jnp.exp2(g_RW - ref_RW)
-        part_R = jnp.sum(exp_RW, axis=1)
-        total_R = part_R if total_R is None else total_R + part_R
+        ahead_RW = g_RW - ref_RW
+        exp_RW = jnp.exp2(ahead_RW)
+        total_R = _plus(total_R, jnp.sum(exp_RW, axis=1))
+        if refs.moment_JR is not None:
+            moment_R = _plus(moment_R, jnp.sum(exp_RW * ahead_RW, axis=1))
         if store:
             e_RW = exp_RW if gain_RW is None else exp_RW * gain_RW
+            if refs.tilt_2R is not None:
+                e_RW = e_RW * (level_RW + tilt_RW * ahead_RW)
             plgpu.wait_smem_to_gmem(1, wait_read_only=True)
             scratch.out[part % 2] = e_RW.astype(refs.first_out.dtype)
             plgpu.commit_smem()
@@ -445,10 +535,19 @@ def _leave(gain, sum_ref, scratch, refs, word_tile, rows):
     scratch.stats[1] = total_R
     if not store:
         scratch.stats[0] = ref_R
+    if refs.moment_JR is not None:
+        scratch.stats[2] = moment_R
     plgpu.commit_smem()
     if not store:
         plgpu.copy_smem_to_gmem(scratch.stats.at[0], refs.first_out.at[word_tile, rows])
     plgpu.copy_smem_to_gmem(scratch.stats.at[1], refs.sum_JR.at[word_tile, rows])
+    if refs.moment_JR is not None:
+        out = refs.moment_JR.at[word_tile, rows]
+        plgpu.copy_smem_to_gmem(scratch.stats.at[2], out)
+
+
+def _plus(total, part):
+    return part if total is None else total + part
 
 
 def _logits(sum_RW, bias_smem, part):
@@ -460,4 +559,4 @@ def _logits(sum_RW, bias_smem, part):
     return sum_RW[:, here] * LOG2_E + lax.broadcast_in_dim(bias_W, shape, [1])
 
 
-IMPLEMENTATION = Implementation(_lse, _loss, _choice)
+IMPLEMENTATION = Implementation(_lse, _loss, _choice, _entropies)

@@ -232,5 +232,8 @@ def _add_block(score, live, bias_1W, g_CW, top_CL, total_CL):
 
 
 IMPLEMENTATION = Implementation(
-    _lse, functools.partial(likelihood.loss_from, _lse), _choice
+    _lse,
+    functools.partial(likelihood.loss_from, _lse),
+    _choice,
+    blocked.IMPLEMENTATION.entropies,
 )

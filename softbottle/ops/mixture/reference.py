@@ -13,14 +13,27 @@ import jax
 import jax.numpy as jnp
 
 from softbottle.ops.mixture import likelihood, shards
+from softbottle.ops.mixture.activations import DEAD
 from softbottle.ops.mixture.implementation import Choice, Implementation
 
 
-def _lse(context_TKE, vocabulary, activation, options):
+def _scores(context_TKE, vocabulary, activation, options):
     z_TKV = likelihood.logits(context_TKE, vocabulary, options)
     g_TKV = activation.apply(activation.theta, z_TKV)
     live_V = shards.live_rows(len(vocabulary.table_VE), options)
-    return jax.nn.logsumexp(jnp.where(live_V[None, None], g_TKV, -jnp.inf), axis=-1)
+    return jnp.where(live_V[None, None], g_TKV, -jnp.inf)
+
+
+def _lse(context_TKE, vocabulary, activation, options):
+    inputs = (context_TKE, vocabulary, activation, options)
+    return jax.nn.logsumexp(_scores(*inputs), axis=-1)
+
+
+def _entropies(context_TKE, vocabulary, activation, options):
+    g_TKV = _scores(context_TKE, vocabulary, activation, options)
+    lse_TK = jax.nn.logsumexp(g_TKV, axis=-1)
+    log_p_TKV = jnp.maximum(g_TKV - lse_TK[:, :, None], DEAD)
+    return lse_TK, -jnp.sum(jnp.exp(log_p_TKV) * log_p_TKV, axis=-1)
 
 
 def _choice(context_TKE, table_VE, activation, options):
@@ -29,5 +42,5 @@ def _choice(context_TKE, table_VE, activation, options):
 
 
 IMPLEMENTATION = Implementation(
-    _lse, functools.partial(likelihood.loss_from, _lse), _choice
+    _lse, functools.partial(likelihood.loss_from, _lse), _choice, _entropies
 )

@@ -55,6 +55,25 @@ def joint_lse(lse_TK: jax.Array, options: Options) -> jax.Array:
     return top_TK + jnp.log(total_TK)
 
 
+def joint_entropy(
+    lse_TK: jax.Array, entropy_TK: jax.Array, joint_TK: jax.Array, options: Options
+) -> jax.Array:
+    """Entropies over the whole vocabulary from those over each shard.
+
+    Args:
+        lse_TK: log-normalizers over each shard.
+        entropy_TK: entropies over each shard, normalized by itself.
+        joint_TK: log-normalizers over all.
+        options: which axis.
+    """
+    if options.vocab_axis is None:
+        return entropy_TK
+    behind_TK = joint_TK - lse_TK
+    return jax.lax.psum(
+        jnp.exp(-behind_TK) * (entropy_TK + behind_TK), options.vocab_axis
+    )
+
+
 def from_owner(
     array_TK: jax.Array,
     owned_T: jax.Array,
