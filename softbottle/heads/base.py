@@ -382,7 +382,7 @@ class Head(abc.ABC):
         found = {}
         if "argmax" in names:
             frozen = jax.lax.stop_gradient((output, hidden_TD, latent_mask))
-            found["argmax"] = self.predict(*frozen, options).top_k(1)[1][:, 0]
+            found["argmax"] = self.predict(*frozen, options).argmax()
         others = [name for name in names if name not in found]
         if others:
             found |= objective.measure(predictions, labels_T, terms, others, options)

@@ -169,6 +169,10 @@ class Pieces(NamedTuple):
         values_Tk, at_Tk = jax.lax.top_k(values_TJ, k)
         return values_Tk, jnp.take_along_axis(ids_TJ, at_Tk, axis=1)
 
+    def argmax(self) -> jax.Array:
+        """See `Predictions`."""
+        return self.top_k(1)[1][:, 0]
+
     def sample(self, key: jax.Array, log_prior_TK: jax.Array | None) -> jax.Array:
         """See `Predictions`: the piece by its mass, and then the word in it."""
         del log_prior_TK  # of one component

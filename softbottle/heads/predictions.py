@@ -7,6 +7,7 @@ in another way has predictions of its own (mixtape.py).
 from typing import NamedTuple, Protocol, Self
 
 import jax
+import jax.numpy as jnp
 
 from softbottle import ops
 from softbottle.ops.mixture import likelihood, reductions
@@ -67,6 +68,10 @@ class Predictions(Protocol):
 
     def top_k(self, k: int) -> tuple[jax.Array, jax.Array]:
         """Log-probabilities and ids of the best words."""
+        ...
+
+    def argmax(self) -> jax.Array:
+        """The most probable word, [T]."""
         ...
 
     def sample(self, key: jax.Array, log_prior_TK: jax.Array | None) -> jax.Array:
@@ -138,6 +143,13 @@ class OfMixture(NamedTuple):
     def top_k(self, k: int) -> tuple[jax.Array, jax.Array]:
         """See `Predictions`."""
         return ops.top_k(self.mixture, self.words, k, self.activation, self.options)
+
+    def argmax(self) -> jax.Array:
+        """See `Predictions`; of one component no normalizer is needed."""
+        log_prior_TK = self.mixture.log_prior_TK
+        lse_TK = jnp.zeros_like(log_prior_TK) if log_prior_TK.shape[1] == 1 else None
+        how = (self.activation, self.options, lse_TK)
+        return ops.top_k(self.mixture, self.words, 1, *how)[1][:, 0]
 
     def sample(self, key: jax.Array, log_prior_TK: jax.Array | None) -> jax.Array:
         """See `Predictions`."""
