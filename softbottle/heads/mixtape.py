@@ -96,14 +96,17 @@ class Pieces(NamedTuple):
         """See `Predictions`."""
         options = self.options.resolve()
         wide = sum_dtype(self.tokens.context_TKE, self.rare.table_VE)
-        shared = (self.frequent, self.rare)
-        shared = jax.tree.map(lambda array: array.astype(wide), shared)
+        context_TKE = self.mixture.context_TKE
+        shared = (
+            jax.tree.map(lambda array: array.astype(wide), self.frequent),
+            reductions.words_of(context_TKE, self.rare, options),
+        )
 
         def log_probs(shared, tokens):
             frequent, rare = shared
             gates, mixture = tokens
             own_CS = gated.logits(gates, frequent, options)
-            z_CKV = reductions.scores(mixture.context_TKE, rare, options)
+            z_CKV = reductions.scores(mixture.context_TKE, rare)
             rare_CV = reductions.live(z_CKV[:, 0], options)
             score_CV = self._joined(own_CS, rare_CV)
             return score_CV - reductions.joint_lse(score_CV, options)[:, None]

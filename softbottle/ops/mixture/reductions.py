@@ -16,7 +16,6 @@ DEAD: finite, so that 0 times it is 0.
 Axes: N classes of words, P words of one.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -33,6 +32,10 @@ from softbottle.ops.mixture.options import (
     product_dtype,
     sum_dtype,
 )
+from softbottle.ops.mixture.products import round_up
+
+# What GPUs' matrix units like the number of words to be a multiple of.
+MULTIPLE = 128
 
 
 class Source(NamedTuple):
@@ -180,25 +183,25 @@ def of_mixture(
     table_VE = vocabulary.table_VE
     components = mixture.context_TKE.shape[-2]
     wide = sum_dtype(mixture.context_TKE, table_VE)
-    dtype = product_dtype(options, mixture.context_TKE, table_VE)
-    options = dataclasses.replace(options, compute_dtype=dtype)
     theta = jax.tree.map(jnp.asarray, activation.theta)
 
     def log_probs(shared, mixture):
-        theta, vocabulary = shared
-        score_CKV = scores(mixture.context_TKE, vocabulary, options)
+        theta, words = shared
+        score_CKV = scores(mixture.context_TKE, words)
         score_CKV = live(activation.apply(theta, score_CKV), options)
         lse_CK = joint_lse(score_CKV, options)
-        log_prior_CK = mixture.log_prior_TK.astype(wide)
         # The large ones first: their difference is exact.
-        log_p_CKV = score_CKV - lse_CK[:, :, None] + log_prior_CK[:, :, None]
-        return jax.nn.logsumexp(log_p_CKV, axis=1)
+        log_p_CKV = score_CKV - lse_CK[:, :, None]
+        log_prior_CK = mixture.log_prior_TK.astype(wide)
+        if components == 1:
+            return log_p_CKV[:, 0] + log_prior_CK
+        return jax.nn.logsumexp(log_p_CKV + log_prior_CK[:, :, None], axis=1)
 
     # Logits and their gradient, and as many numbers again of the mixture.
     row_bytes = len(table_VE) * wide.itemsize
-    token_bytes = 2 * (components + 1) * row_bytes
-    shared = (theta, jax.tree.map(lambda array: array.astype(wide), vocabulary))
-    return Source(mixture, shared, log_probs, token_bytes, row_bytes)
+    rows = 2 if components == 1 else 2 * components + 2
+    shared = (theta, words_of(mixture.context_TKE, vocabulary, options))
+    return Source(mixture, shared, log_probs, rows * row_bytes, row_bytes)
 
 
 def of_dense(log_p_TV: jax.Array) -> Source:
@@ -212,45 +215,79 @@ def of_dense(log_p_TV: jax.Array) -> Source:
     return Source(log_p_TV, (), log_probs, row_bytes, row_bytes)
 
 
-def scores(context: jax.Array, vocabulary: Vocabulary, options: Options) -> jax.Array:
-    """z of every local word, [C, K, V]; its gradient's products read rounded inputs."""
+class Words(NamedTuple):
+    """The words by class, padded to sizes that matrix units like.
+
+    Products read `cast_NPE`. The table's gradient goes to `table_NPE`, which is as wide
+    as its sums and else not read.
+    """
+
+    table_NPE: jax.Array
+    cast_NPE: jax.Array
+    bias_V: jax.Array
+
+
+def words_of(context: jax.Array, vocabulary: Vocabulary, options: Options) -> Words:
+    """The words for `scores` of such contexts."""
     table_VE, bias_V = vocabulary
-    dtype = jnp.dtype(product_dtype(options, context, table_VE))
+    wide = sum_dtype(context, table_VE)
+    cast_VE = table_VE.astype(product_dtype(options, context, table_VE))
     count = classes.count(context)
+    size = round_up(-(-len(table_VE) // count), MULTIPLE if options.on_gpu else 1)
+    return Words(
+        classes.split(table_VE.astype(wide), count, size),
+        jax.lax.stop_gradient(classes.split(cast_VE, count, size)),
+        bias_V.astype(wide),
+    )
+
+
+def scores(context: jax.Array, words: Words) -> jax.Array:
+    """z of every local word, [C, K, V]; its gradient's products read rounded inputs."""
     context_CNKE = context[:, None] if context.ndim == 3 else context
-    words = -(-len(table_VE) // count)
-    table_NPE = classes.split(table_VE, count, words)
-    context_CNKE, table_NPE = shards.varying_together(context_CNKE, table_NPE)
-    z_CKPN = _product(dtype, context_CNKE, table_NPE)
-    z_CKV = z_CKPN.reshape(*z_CKPN.shape[:2], -1)[:, :, : len(table_VE)]
-    return z_CKV + bias_V.astype(z_CKV.dtype)[None, None]
+    return _scores(*shards.varying_together(context_CNKE, words))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(dtype, context_CNKE, table_NPE):
-    return _einsum("cnke,npe->ckpn", dtype, context_CNKE, table_NPE)
+@jax.custom_vjp
+def _scores(context_CNKE, words):
+    table_NPE, cast_NPE, bias_V = words
+    dtypes = (cast_NPE.dtype, table_NPE.dtype)
+    z_CKPN = _einsum("cnke,npe->ckpn", *dtypes, context_CNKE, cast_NPE)
+    z_CKV = z_CKPN.reshape(*z_CKPN.shape[:2], -1)[:, :, : len(bias_V)]
+    return z_CKV + bias_V[None, None]
 
 
-def _product_forward(dtype, context_CNKE, table_NPE):
-    return _product(dtype, context_CNKE, table_NPE), (context_CNKE, table_NPE)
+def _scores_forward(context_CNKE, words):
+    saved = (context_CNKE, words.cast_NPE, len(words.bias_V))
+    return _scores(context_CNKE, words), saved
 
 
-def _product_backward(dtype, saved, bar_CKPN):
-    context_CNKE, table_NPE = saved
-    context_bar = _einsum("ckpn,npe->cnke", dtype, bar_CKPN, table_NPE)
-    table_bar = _einsum("ckpn,cnke->npe", dtype, bar_CKPN, context_CNKE)
-    return context_bar.astype(context_CNKE.dtype), table_bar.astype(table_NPE.dtype)
+def _scores_backward(saved, bar_CKV):
+    context_CNKE, cast_NPE, rows = saved
+    dtypes = (cast_NPE.dtype, bar_CKV.dtype)
+    count, words, _ = cast_NPE.shape
+    beyond = ((0, 0), (0, 0), (0, count * words - rows))
+    # Written once, rounded and padded: else every product would do it again.
+    bar_CKV = jnp.pad(bar_CKV.astype(cast_NPE.dtype), beyond)
+    bar_CKV = jax.lax.optimization_barrier(bar_CKV)
+    bar_CKPN = bar_CKV.reshape(*bar_CKV.shape[:2], words, count)
+    context_bar_CNKE = _einsum("ckpn,npe->cnke", *dtypes, bar_CKPN, cast_NPE)
+    words_bar = Words(
+        _einsum("ckpn,cnke->npe", *dtypes, bar_CKPN, context_CNKE),
+        None,
+        jnp.sum(bar_CKV, axis=(0, 1), dtype=dtypes[1])[:rows],
+    )
+    return context_bar_CNKE.astype(context_CNKE.dtype), words_bar
 
 
-_product.defvjp(_product_forward, _product_backward)
+_scores.defvjp(_scores_forward, _scores_backward)
 
 
-def _einsum(formula, dtype, left, right):
+def _einsum(formula, dtype, wide, left, right):
     return jnp.einsum(
         formula,
         left.astype(dtype),
         right.astype(dtype),
-        preferred_element_type=sum_dtype(left, right),
+        preferred_element_type=wide,
     )
 
 
