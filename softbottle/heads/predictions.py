@@ -12,6 +12,7 @@ from softbottle import ops
 from softbottle.ops.mixture.activations import Activation
 from softbottle.ops.mixture.arrays import Mixture, Targets, Vocabulary
 from softbottle.ops.mixture.options import Options
+from softbottle.ops.mixture.sampling import Sampling
 
 
 class States(NamedTuple):
@@ -41,7 +42,9 @@ class Predictions(Protocol):
         """Log-probabilities and ids of the best words."""
         ...
 
-    def sample(self, key: jax.Array, log_prior_TK: jax.Array | None) -> jax.Array:
+    def sample(
+        self, key: jax.Array, log_prior_TK: jax.Array | None, sampling: Sampling
+    ) -> jax.Array:
         """One word per token, by the given prior if there is one."""
         ...
 
@@ -75,10 +78,12 @@ class OfMixture(NamedTuple):
         """See `Predictions`."""
         return ops.top_k(self.mixture, self.words, k, self.activation, self.options)
 
-    def sample(self, key: jax.Array, log_prior_TK: jax.Array | None) -> jax.Array:
+    def sample(
+        self, key: jax.Array, log_prior_TK: jax.Array | None, sampling: Sampling
+    ) -> jax.Array:
         """See `Predictions`."""
-        mixture = self._with(log_prior_TK)
-        return ops.sample(mixture, self.words, key, self.activation, self.options)
+        how = (self.activation, self.options, sampling)
+        return ops.sample(self._with(log_prior_TK), self.words, key, *how)
 
     def _with(self, log_prior_TK):
         if log_prior_TK is None:
