@@ -194,13 +194,15 @@ def test_a_latent_mask_broadcasts_to_the_contexts(name):
 
 @functools.cache
 def decoded(name):
-    """Log-probabilities of all words and the five best, in uneven chunks."""
+    """Log-probabilities, the five best words and a greedy draw, in uneven chunks."""
     head, inputs = CASES[name].head, oracle.make_inputs(name)
 
     def run(*args):
         options = Options(budget_bytes=ODD_BUDGET)
         log_p_TV = head.log_probs(*args, options=options)
-        return log_p_TV, head.top_k(*args, 5, options=options)
+        key = jax.random.key(0)
+        greedy_T = head.sample(*args, key, temperature=0, options=options)
+        return log_p_TV, head.top_k(*args, 5, options=options), greedy_T
 
     point = oracle.cast(inputs[:4], jnp.float32)
     return oracle.log_probs(name, *inputs[:4]), jax.jit(run)(*point)
@@ -209,7 +211,7 @@ def decoded(name):
 @pytest.mark.slow
 @EVERY_HEAD
 def test_log_probs_equal_the_oracle_and_sum_to_one(name):
-    exact_TV, (log_p_TV, _) = decoded(name)
+    exact_TV, (log_p_TV, *_) = decoded(name)
     oracle.assert_close(log_p_TV, exact_TV, "float32")
     total_T = np.exp(np.asarray(log_p_TV, np.float64)).sum(axis=1)
     np.testing.assert_allclose(total_T, 1.0, rtol=0, atol=1e-6)
@@ -217,11 +219,17 @@ def test_log_probs_equal_the_oracle_and_sum_to_one(name):
 
 @EVERY_HEAD
 def test_top_k_is_the_head_of_the_sorted_log_probs(name):
-    exact_TV, (_, (values_Tk, ids_Tk)) = decoded(name)
+    exact_TV, (_, (values_Tk, ids_Tk), _) = decoded(name)
     order_Tk = np.argsort(-exact_TV, axis=1)[:, :5]
     np.testing.assert_array_equal(ids_Tk, order_Tk)
     best_Tk = np.take_along_axis(exact_TV, order_Tk, axis=1)
     oracle.assert_close(values_Tk, best_Tk, "float32")
+
+
+@EVERY_HEAD
+def test_a_sample_of_temperature_zero_is_the_most_probable_word(name):
+    exact_TV, (*_, greedy_T) = decoded(name)
+    np.testing.assert_array_equal(greedy_T, exact_TV.argmax(axis=1))
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ In decoding tokens are few and the table is large, so it is streamed: it is read
 for thousands of rows of contexts, in blocks of words, and neither copied nor padded. A
 problem within the budget is one block and no loop.
 
-Axes: U words of a unit, J candidates.
+Axes: N units, U words of a unit, J candidates.
 """
 
 import dataclasses

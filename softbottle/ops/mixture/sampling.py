@@ -35,7 +35,7 @@ Noise and priors are float32 or better, and the noise has the range that jax cal
 be drawn. It is a function of the key, the token and the word, so neither the choice of
 blocks nor the number of shards changes what is drawn, but for the rounding of sums.
 
-Axes: B edges.
+Axes: B edges, N units, U words of a unit.
 """
 
 import dataclasses
@@ -179,6 +179,21 @@ def _kept(score_Tk, sampling):
     return jnp.where(score_Tk >= least_T1, score_Tk, -jnp.inf)
 
 
+def _sums(arrays):
+    """Sums over the words of several [C, N, U], in one pass that stores none: [C, B].
+
+    By unit first, as in `winner`, and for the rounding.
+    """
+    arrays = tuple(arrays)
+    zero = jnp.zeros((), arrays[0].dtype)
+
+    def add(left, right):
+        return tuple(map(jnp.add, left, right))
+
+    sums = jax.lax.reduce(arrays, (zero,) * len(arrays), add, (2,))
+    return jnp.sum(jnp.stack(sums, axis=1), axis=2)
+
+
 def _nucleus(fold, best_T1, temperature, top_p, options):
     """How far behind the best word the most probable words of mass `top_p` reach."""
 
@@ -188,13 +203,13 @@ def _nucleus(fold, best_T1, temperature, top_p, options):
         def add(sum_CB, by_token, place, log_p_CW):
             del place
             best_C1, edge_CB = by_token
-            depth_CW = _depth(best_C1, log_p_CW, temperature)
-            # Written once: else they are computed again for every edge.
-            depth_CW, mass_CW = jax.lax.optimization_barrier(
-                (depth_CW, jnp.exp(-depth_CW))
+            log_p_CNU = decode.units(log_p_CW)
+            depth_CNU = _depth(best_C1[:, :, None], log_p_CNU, temperature)
+            mass_CNU = jnp.exp(-depth_CNU)
+            block_CB = _sums(
+                jnp.where(depth_CNU < edge_C[:, None, None], mass_CNU, 0.0)
+                for edge_C in jnp.unstack(edge_CB, axis=1)
             )
-            inside_CBW = depth_CW[:, None] < edge_CB[:, :, None]
-            block_CB = jnp.sum(jnp.where(inside_CBW, mass_CW[:, None], 0.0), axis=2)
             return block_CB if sum_CB is None else sum_CB + block_CB
 
         return shards.total(fold(add, (best_T1, edge_TB)), options)
