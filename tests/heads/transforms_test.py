@@ -213,7 +213,8 @@ def test_best_words_and_draws_of_a_split_are_those_of_the_whole(
     monkeypatch.setattr("softbottle.ops.mixture.decode.UNIT", 16)
     mesh = jax.make_mesh(layout, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     head, key = CASES[name].head, jax.random.key(3)
-    point = oracle.cast(oracle.make_inputs(name, tokens=16, rows=72), jnp.float32)[:4]
+    inputs = oracle.make_inputs(name, tokens=16, rows=80)[:4]
+    point = oracle.cast(inputs, jnp.float32)
     words = 63  # over eight shards the last one holds nothing but padding
     split = jax.shard_map(
         decode(head, Options(vocab=words, vocab_axis="model", budget_bytes=1_000)),
@@ -234,7 +235,7 @@ def test_best_words_and_draws_of_a_split_are_those_of_the_whole(
     for ours_T, whole_T in zip(draws, joined[1], strict=True):
         np.testing.assert_array_equal(ours_T, whole_T)
     exact_TV = oracle.log_probs(
-        name, point[0], *(array[:words] for array in point[1:3]), point[3]
+        name, inputs[0], *(array[:words] for array in inputs[1:3]), inputs[3]
     )
     order_TV = np.argsort(-exact_TV, axis=1, kind="stable")
     np.testing.assert_array_equal(ids_Tk, order_TV[:, :5])

@@ -26,8 +26,9 @@ def bigram():
 def cut(p_V, top_k=0, top_p=1.0):
     """The probabilities of what is kept, by adding up words from the best down."""
     kept, mass = set(), 0.0
-    for word in np.argsort(-p_V, kind="stable"):
-        if mass >= top_p or (top_k and len(kept) == top_k):
+    best = np.argsort(-p_V, kind="stable")[: top_k or None]
+    for word in best:
+        if mass >= top_p * p_V[best].sum():
             break
         kept.add(word)
         mass += p_V[word]
