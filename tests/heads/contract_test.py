@@ -16,6 +16,7 @@ from hypothesis import strategies
 
 from softbottle import Options
 from tests import oracle
+from tests.ops.mixture import sampling_test
 from tests.oracle import CASES, FEW, NAMES, VOCAB
 
 EVERY_HEAD = pytest.mark.parametrize("name", NAMES)
@@ -251,6 +252,26 @@ def test_samples_follow_the_probabilities(name, monkeypatch):
     freedom = common_V.sum()
     # Five standard deviations above the mean of the chi-square law.
     assert chi_square < freedom + 5 * np.sqrt(2 * freedom)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["moss", "partition_mixed", "mixtape"])
+def test_what_is_kept_is_of_the_probabilities_of_the_head(name, monkeypatch):
+    monkeypatch.setattr("softbottle.ops.mixture.decode.UNIT", 16)
+    sampling_test.replace_noise(monkeypatch, sampling_test.least_probable)
+    choices = [
+        {"temperature": 0.7, "top_k": 21, "top_p": 0.9},
+        {"temperature": 1.3, "top_p": 0.8, "min_p": 0.01},
+    ]
+    head, inputs = CASES[name].head, oracle.make_inputs(name, scale=0.5)
+
+    def run(*args):
+        options, key = Options(budget_bytes=ODD_BUDGET), jax.random.key(0)
+        return [head.sample(*args, key, options=options, **each) for each in choices]
+
+    found = jax.jit(run)(*oracle.cast(inputs[:4], jnp.float32))
+    p_TV = np.exp(oracle.log_probs(name, *inputs[:4]))
+    sampling_test.check_sets(p_TV, found, choices)
 
 
 @pytest.mark.slow

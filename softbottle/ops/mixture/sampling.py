@@ -54,6 +54,8 @@ from softbottle.ops.mixture.options import Options, sum_dtype
 
 # Of the noise. Others draw for a batch of keys what depends on the whole batch.
 GENERATOR = "threefry2x32"
+# Below this temperature no word is drawn that float32 tells apart from the best one.
+COLDEST = 1e-6
 # How far behind the best word a nucleus ends, in nats, is found digit by digit.
 RANGE, EDGES, DIGITS = 32.0, 16, 5
 
@@ -127,7 +129,7 @@ def draw(
         options: of the words.
     """
     temperature = sampling.temperature
-    if temperature == 0:
+    if temperature < COLDEST:
         return decode.top_k(fold, 1, options)[1][:, 0]
     if sampling.top_k is not None:
         values_Tk, ids_Tk = decode.top_k(fold, sampling.top_k, options)
@@ -172,7 +174,7 @@ def _kept(score_Tk, sampling):
         mass_Tk = jnp.exp(score_Tk)
         before_Tk = jnp.cumsum(mass_Tk, axis=1) - mass_Tk
         wanted_T1 = sampling.top_p * jnp.sum(mass_Tk, axis=1, keepdims=True)
-        inside_Tk = (before_Tk < wanted_T1).at[:, 0].set(True)
+        inside_Tk = before_Tk < wanted_T1
         least_T1 = jnp.min(score_Tk, axis=1, keepdims=True, where=inside_Tk, initial=0)
     if sampling.min_p:
         least_T1 = jnp.maximum(least_T1, math.log(sampling.min_p))
