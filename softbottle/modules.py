@@ -19,7 +19,9 @@ from softbottle.ops.mixture.options import DEFAULTS, Options
 class _Calls:
     """What both modules answer, through a method of their own, `_call`."""
 
-    def _call(self, name: str, hidden_TD: jax.Array, *arguments: Any) -> jax.Array:
+    def _call(
+        self, name: str, hidden_TD: jax.Array, *arguments: Any, **named: Any
+    ) -> jax.Array:
         """The head's method of that name, with the module's own parameters."""
         raise NotImplementedError
 
@@ -40,9 +42,20 @@ class _Calls:
         """Log P(v) of every word, on a new last axis."""
         return _by_token(self._call, "log_probs", hidden)
 
-    def sample(self, hidden: jax.Array, key: jax.Array) -> jax.Array:
-        """One word for each hidden state."""
-        return _by_token(self._call, "sample", hidden, key)
+    def sample(
+        self,
+        hidden: jax.Array,
+        key: jax.Array,
+        *,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+    ) -> jax.Array:
+        """One word for each hidden state; see `Head.sample`."""
+        named = {"temperature": temperature, "top_k": top_k}
+        named |= {"top_p": top_p, "min_p": min_p}
+        return _by_token(self._call, "sample", hidden, key, **named)
 
 
 class LinenHead(_Calls, nn.Module):
@@ -69,7 +82,9 @@ class LinenHead(_Calls, nn.Module):
     options: Options = DEFAULTS
 
     @nn.compact
-    def _call(self, name: str, hidden_TD: jax.Array, *arguments: Any) -> jax.Array:
+    def _call(
+        self, name: str, hidden_TD: jax.Array, *arguments: Any, **named: Any
+    ) -> jax.Array:
         start = nn.initializers.normal(self.context_dim**-0.5)
         table_VE = self.param("table_VE", start, (self.vocab, self.context_dim))
         bias_V = None
@@ -78,9 +93,8 @@ class LinenHead(_Calls, nn.Module):
         width = hidden_TD.shape[-1]
         params = self.param("head", self.head.init, width, self.context_dim)
         function = getattr(self.head, name)
-        return function(
-            params, table_VE, bias_V, hidden_TD, *arguments, options=self.options
-        )
+        output, named = (params, table_VE, bias_V), named | {"options": self.options}
+        return function(*output, hidden_TD, *arguments, **named)
 
 
 class NnxHead(_Calls, nnx.Module):
@@ -121,12 +135,15 @@ class NnxHead(_Calls, nnx.Module):
         params = head.init(rngs.params(), hidden_dim, context_dim)
         self.params = nnx.Dict({name: nnx.Param(leaf) for name, leaf in params.items()})
 
-    def _call(self, name: str, hidden_TD: jax.Array, *arguments: Any) -> jax.Array:
+    def _call(
+        self, name: str, hidden_TD: jax.Array, *arguments: Any, **named: Any
+    ) -> jax.Array:
         params = {name: leaf[...] for name, leaf in self.params.items()}
         bias_V = None if self.bias_V is None else self.bias_V[...]
         function = getattr(self.head, name)
         output = (params, self.table_VE[...], bias_V)
-        return function(*output, hidden_TD, *arguments, options=self.options)
+        named |= {"options": self.options}
+        return function(*output, hidden_TD, *arguments, **named)
 
 
 def _loss(call, hidden, labels, weights):
@@ -135,8 +152,8 @@ def _loss(call, hidden, labels, weights):
     return call("loss", _flat(hidden), labels_T, weights_T)
 
 
-def _by_token(call, name, hidden, *arguments):
-    result = call(name, _flat(hidden), *arguments)
+def _by_token(call, name, hidden, *arguments, **named):
+    result = call(name, _flat(hidden), *arguments, **named)
     return result.reshape(*hidden.shape[:-1], *result.shape[1:])
 
 

@@ -10,6 +10,7 @@ import pytest
 from softbottle import model as models
 from softbottle.data.batches import Batch
 from softbottle.heads import cache
+from softbottle.ops.mixture import decode, sampling
 from softbottle.scoring import generate
 from softbottle.training import evaluate
 from tests import tiny
@@ -146,14 +147,14 @@ def test_words_are_drawn_from_all_the_text_and_its_cache():
         memory = cache.history(hidden_BSD, batch.labels_BS, batch.segments_BS)
         arguments = (*model.output(params), hidden_BSD, memory)
         log_p_BSV = model.cached.log_probs(*arguments, options=model.options)
-        log_p_TV = jax.nn.log_softmax(log_p_BSV[0, len(prompt) - 1 :] / 2.0)
+        log_p_TV = log_p_BSV[0, len(prompt) - 1 :]
         keys = jax.random.split(jax.random.key(5), 12)
-        return jnp.stack(
-            [
-                jax.random.categorical(key, log_p_V, mode="high")
-                for key, log_p_V in zip(keys, log_p_TV, strict=True)
-            ]
-        )
+
+        def draw(key, log_p_V):
+            whole, chosen = decode.whole(log_p_V[None]), sampling.Sampling(2.0)
+            return sampling.draw(whole, 1, key, chosen, model.options)[0]
+
+        return jnp.stack(list(map(draw, keys, log_p_TV)))
 
     assert words == np.asarray(drawn(params)).tolist()
     assert len(set(words)) > 2

@@ -103,6 +103,22 @@ def test_a_module_says_what_its_head_says(kind, head, bias):
     np.testing.assert_allclose(unweighted, np.sum(nll), rtol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+def test_what_is_drawn_from_is_passed_on(kind):
+    hidden, labels, _ = make_inputs()
+    key, head = jax.random.key(1), HEADS["mos"]
+    if kind == "linen":
+        module = modules.LinenHead(head, VOCAB, WIDTH)
+        module = module.bind(jax.jit(module.init)(key, hidden, labels))
+    else:
+        sizes = {"vocab": VOCAB, "context_dim": WIDTH}
+        module = modules.NnxHead(head, HIDDEN, **sizes, rngs=nnx.Rngs(0))
+    best = np.argmax(module.log_probs(hidden), axis=-1)
+    choices = [{"temperature": 0}, {"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}]
+    for choice in choices:
+        np.testing.assert_array_equal(module.sample(hidden, key, **choice), best)
+
+
 def test_the_gradient_of_a_linen_module_is_finite_and_reaches_everything():
     module = modules.LinenHead(softbottle.moss(3), VOCAB, WIDTH)
     inputs = make_inputs()

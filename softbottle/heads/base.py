@@ -29,6 +29,7 @@ from softbottle.ops.mixture.arrays import (
     without_padding,
 )
 from softbottle.ops.mixture.options import DEFAULTS, Options, check_range
+from softbottle.ops.mixture.sampling import Sampling
 
 Params = dict[str, jax.Array]
 
@@ -522,11 +523,12 @@ class Head(abc.ABC):
             options: how it is computed.
 
         Returns:
-            Log-probabilities and ids, both [T, k], the most probable first.
+            Log-probabilities and ids, both [T, k], the most probable first and of
+            equally probable words the first. Under `vocab_axis` they are those of the
+            whole vocabulary, and the same on all shards.
 
         Raises:
-            ValueError: as `loss`; if `k` is not between 1 and the vocabulary's size;
-                with `vocab_axis`, because the whole table is read.
+            ValueError: as `loss`; if `k` is not between 1 and the vocabulary's size.
         """
         output = (params, table_VE, bias_V)
         return self.predict(output, hidden_TD, latent_mask, options).top_k(k)
@@ -539,11 +541,25 @@ class Head(abc.ABC):
         hidden_TD: jax.Array,
         key: jax.Array,
         *,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
         latent_mask: jax.Array | None = None,
         log_prior_TK: jax.Array | None = None,
         options: Options = DEFAULTS,
     ) -> jax.Array:
-        """One word per token, drawn exactly from P.
+        """One word per token, drawn exactly from P, or from what is asked for of it.
+
+        Temperature, `top_k`, `top_p` and `min_p` are of P itself, the mixture's own
+        probabilities, and are applied in this order, each to what the one before it
+        keeps. By default the table is read once, and by all of them without
+        log-probabilities of [T, V]; `top_p` alone reads it seven or eight times, beside
+        `top_k` once or twice (ops/mixture/sampling.py).
+
+        Under `vocab_axis` the word is the same on all shards, and, but for the rounding
+        of sums, that of the whole table. Where tokens are split over devices, give each
+        its own key: the noise depends on the token's number in the call.
 
         Args:
             params: of `init`.
@@ -551,6 +567,13 @@ class Head(abc.ABC):
             bias_V: a logit for each word; None is zero.
             hidden_TD: the states, rows and positions flattened to tokens.
             key: of jax.random; the same key draws the same words.
+            temperature: below 1 sharpens: P(v)^(1/temperature), renormalized. 0 gives
+                the most probable word.
+            top_k: keep the k most probable words; None for all.
+            top_p: keep the fewest most probable words of at least this mass (nucleus
+                sampling), and words as probable as the last one; None for all.
+            min_p: keep words of at least this share of the most probable one's
+                probability; None for all.
             latent_mask: factors of the contexts, broadcast to [T, K, E]; None for none.
             log_prior_TK: in place of the head's own; need not be normalized.
             options: how it is computed.
@@ -559,11 +582,14 @@ class Head(abc.ABC):
             Word ids, [T].
 
         Raises:
-            ValueError: as `loss`; with `vocab_axis`, because the whole table is read.
+            ValueError: as `loss`; if `temperature` is below 0, `top_k` not between 1
+                and the vocabulary's size, `top_p` outside (0, 1], `min_p` outside
+                [0, 1], or one of them not known when compiling.
         """
+        sampling = Sampling(temperature, top_k, top_p, min_p)
         output = (params, table_VE, bias_V)
         predictions = self.predict(output, hidden_TD, latent_mask, options)
-        return predictions.sample(key, log_prior_TK)
+        return predictions.sample(key, log_prior_TK, sampling)
 
     def predictions(
         self, params: Params, words: Vocabulary, states: States, options: Options

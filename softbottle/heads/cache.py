@@ -19,10 +19,11 @@ import jax.numpy as jnp
 from softbottle.heads.base import Head, Params
 from softbottle.ops.cache import api as cache
 from softbottle.ops.cache import ranking
-from softbottle.ops.mixture import shards
+from softbottle.ops.mixture import decode, shards
 from softbottle.ops.mixture.arrays import without_padding
 from softbottle.ops.mixture.likelihood import word_ids
 from softbottle.ops.mixture.options import DEFAULTS, Options, check_range
+from softbottle.ops.mixture.sampling import Sampling, draw
 
 
 class Memory(NamedTuple):
@@ -187,18 +188,36 @@ class Cached:
         memory: Memory,
         key: jax.Array,
         *,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
         latent_mask: jax.Array | None = None,
         options: Options = DEFAULTS,
     ) -> jax.Array:
         """One word per position, drawn exactly, [B, S]; -1 where P is NaN.
 
-        Arguments are those of `loss`, without labels and weights, and a key of
-        jax.random.
+        Arguments are those of `loss`, without labels and weights, a key of jax.random,
+        and those of `Head.sample`; unless these are left out, `log_probs` is held.
 
         Raises:
-            ValueError: as `loss`; with `vocab_axis`, because the whole table is read.
+            ValueError: as `loss` and `Head.sample`; if one of its arguments is given
+                with `vocab_axis`, because `log_probs` reads the whole table.
         """
+        sampling = Sampling(temperature, top_k, top_p, min_p)
         output = (params, table_VE, bias_V)
+        if not sampling.is_exact:
+            sampling.check_words(shards.word_count(len(table_VE), options))
+            log_p_BSV = self.log_probs(
+                *(params, table_VE, bias_V, hidden_BSD, memory),
+                latent_mask=latent_mask,
+                options=options,
+            )
+            log_p_TV = _flat(log_p_BSV)
+            whole = decode.whole(log_p_TV)
+            word_T = draw(whole, len(log_p_TV), key, sampling, options)
+            word_T = jnp.where(jnp.isnan(log_p_TV[:, 0]), -1, word_T)
+            return word_T.reshape(log_p_BSV.shape[:2])
         log_prior_TK, gate_T, score_BSM = self._opened(
             output, hidden_BSD, memory, latent_mask, options
         )

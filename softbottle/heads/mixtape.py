@@ -29,11 +29,12 @@ from softbottle import ops
 from softbottle.heads import base, checks, contexts
 from softbottle.heads.base import Mixture, Params
 from softbottle.heads.predictions import States
-from softbottle.ops.mixture import gated, likelihood, reductions, shards
-from softbottle.ops.mixture.activations import DEAD
+from softbottle.ops.mixture import decode, gated, likelihood, reductions, shards
+from softbottle.ops.mixture.activations import DEAD, SOFTMAX
 from softbottle.ops.mixture.arrays import Elsewhere, Targets, Vocabulary
 from softbottle.ops.mixture.likelihood import word_ids
 from softbottle.ops.mixture.options import Options, sum_dtype
+from softbottle.ops.mixture.sampling import Sampling, draw
 
 
 class Pieces(NamedTuple):
@@ -152,33 +153,29 @@ class Pieces(NamedTuple):
 
     def top_k(self, k: int) -> tuple[jax.Array, jax.Array]:
         """See `Predictions`."""
-        words = self.size + shards.word_count(len(self.rare.table_VE), self.options)
+        words = self._words
         if not 1 <= k <= words:
             raise ValueError(
                 f"k must be between 1 and the vocabulary's {words}, got {k}."
             )
         _, lse_T1 = self._masses()
-        logit_Tk, first_Tk = gated.top_k(
-            self.tokens, self.frequent, min(k, self.size), self.options
-        )
-        rare_Tk, later_Tk = ops.top_k(
-            *(self.mixture, self.rare, min(k, words - self.size)),
-            options=self.options,
-            lse_TK=lse_T1,
-        )
-        # Earlier words first, so that they win ties.
-        values_TJ = jnp.concatenate([logit_Tk - lse_T1, rare_Tk], axis=1)
-        ids_TJ = jnp.concatenate([first_Tk, later_Tk + self.size], axis=1)
-        values_Tk, at_Tk = jax.lax.top_k(values_TJ, k)
-        return values_Tk, jnp.take_along_axis(ids_TJ, at_Tk, axis=1)
+        logit_Tk, ids_Tk = decode.top_k(self._blocks(least=k), k, self.options)
+        return logit_Tk - lse_T1, ids_Tk
 
     def argmax(self) -> jax.Array:
         """See `Predictions`."""
         return self.top_k(1)[1][:, 0]
 
-    def sample(self, key: jax.Array, log_prior_TK: jax.Array | None) -> jax.Array:
-        """See `Predictions`: the piece by its mass, and then the word in it."""
+    def sample(
+        self, key: jax.Array, log_prior_TK: jax.Array | None, sampling: Sampling
+    ) -> jax.Array:
+        """See `Predictions`: by default the piece by its mass, then the word in it."""
         del log_prior_TK  # of one component
+        if not sampling.is_exact:
+            sampling.check_words(self._words)
+            fold = self._blocks(least=sampling.top_k or 1, beside=2)
+            tokens = len(self.tokens.context_TKE)
+            return draw(fold, tokens, key, sampling, self.options)
         own_T1, lse_T1 = self._masses()
         piece_key, frequent_key, rare_key = jax.random.split(key, 3)
         # The default's noise is too coarse for masses below 1e-7.
@@ -186,7 +183,11 @@ class Pieces(NamedTuple):
             piece_key, jnp.exp(own_T1 - lse_T1)[:, 0], mode="high"
         )
         first_T = gated.sample(self.tokens, self.frequent, frequent_key, self.options)
-        later_T = ops.sample(self.mixture, self.rare, rare_key, options=self.options)
+        later_T = ops.sample(
+            *(self.mixture, self.rare, rare_key),
+            options=self.options,
+            first=self.start - self.size,
+        )
         return jnp.where(chosen_T, first_T, later_T + self.size)
 
     def _joined(self, own_TS, rare_TV):
@@ -207,6 +208,24 @@ class Pieces(NamedTuple):
             jnp.where(own_V[:, None], 0.0, self.rare.table_VE),
             jnp.where(own_V, 0.0, self.rare.bias_V),
         )
+
+    @property
+    def _words(self):
+        """How many words there are."""
+        rows = len(self.rare.table_VE)
+        return self.start + shards.word_count(rows, self.options)
+
+    def _blocks(self, **sizes):
+        """The logits of all words."""
+        options = decode.budgeted(self.options)
+        frequent = gated.blocks(self.tokens, self.frequent, options)
+        words = (self.mixture, self.rare, None, SOFTMAX, options)
+        rare = decode.blocks(*words, first=self.start, **sizes)
+
+        def fold(add, by_token=(), state=None):
+            return rare(add, by_token, frequent(add, by_token, state))
+
+        return fold
 
     def _elsewhere(self, labels_T):
         """Labels among the rare words, and what the frequent ones add."""

@@ -14,6 +14,7 @@ from softbottle.ops.mixture import likelihood, reductions
 from softbottle.ops.mixture.activations import Activation, identity
 from softbottle.ops.mixture.arrays import Mixture, Targets, Vocabulary
 from softbottle.ops.mixture.options import Options
+from softbottle.ops.mixture.sampling import Sampling
 
 
 class States(NamedTuple):
@@ -74,7 +75,9 @@ class Predictions(Protocol):
         """The most probable word, [T]."""
         ...
 
-    def sample(self, key: jax.Array, log_prior_TK: jax.Array | None) -> jax.Array:
+    def sample(
+        self, key: jax.Array, log_prior_TK: jax.Array | None, sampling: Sampling
+    ) -> jax.Array:
         """One word per token, by the given prior if there is one."""
         ...
 
@@ -151,10 +154,12 @@ class OfMixture(NamedTuple):
         how = (self.activation, self.options, lse_TK)
         return ops.top_k(self.mixture, self.words, 1, *how)[1][:, 0]
 
-    def sample(self, key: jax.Array, log_prior_TK: jax.Array | None) -> jax.Array:
+    def sample(
+        self, key: jax.Array, log_prior_TK: jax.Array | None, sampling: Sampling
+    ) -> jax.Array:
         """See `Predictions`."""
-        mixture = self._with(log_prior_TK)
-        return ops.sample(mixture, self.words, key, self.activation, self.options)
+        how = (self.activation, self.options, sampling)
+        return ops.sample(self._with(log_prior_TK), self.words, key, *how)
 
     def _with(self, log_prior_TK):
         if log_prior_TK is None:

@@ -14,11 +14,13 @@ from softbottle.ops.mixture.api import (
 )
 from softbottle.ops.mixture.arrays import Mixture, Targets, Vocabulary
 from softbottle.ops.mixture.options import Options
+from softbottle.ops.mixture.sampling import Sampling
 
 __all__ = [
     "Activation",
     "Mixture",
     "Options",
+    "Sampling",
     "Targets",
     "Vocabulary",
     "entropies",

@@ -1,10 +1,9 @@
 """Text from a trained model, a word at a time.
 
-At temperature 1 with no truncation a word is drawn exactly from the mixture by its
-head. Otherwise the mixture's own log-probabilities are divided by the temperature, cut
-to the `top_k` most probable words and to the nucleus, the smallest set that holds
-`top_p` of the mass, and drawn from. With a cache the words are those of the head and of
-the text so far: every state is remembered, once, with the word that followed it.
+Words are drawn by the head (`Head.sample`): at temperature 1 with no truncation exactly
+from the mixture, otherwise from what temperature, `top_k` and `top_p` leave of its own
+probabilities. With a cache the words are those of the head and of the text so far:
+every state is remembered, once, with the word that followed it.
 
 Axes: P words of a prompt, N words that are generated, M entries of the cache.
 """
@@ -163,33 +162,16 @@ def _drawer(model, temperature, top_k, top_p, cache):
 
     It may be compiled by the caller, who knows where the states come from.
     """
-    exact = temperature == 1 and not top_k and top_p == 1
+    named = {"temperature": temperature, "top_k": top_k or None, "top_p": top_p}
 
     def draw(params, hidden_BD, memory, key):
-        output, options = model.output(params), model.options
         head, states = model.head, (hidden_BD,)
         if cache:
             head, states = model.cached, (hidden_BD[:, None], memory)
-        if exact:
-            return head.sample(*output, *states, key, options=options).reshape(-1)
-        log_p_BV = head.log_probs(*output, *states, options=options)
-        log_p_BV = log_p_BV.reshape(len(hidden_BD), -1) / temperature
-        cut = functools.partial(truncated, top_k=top_k, top_p=top_p)
-        # The range of the default's noise is too small for words below 1e-7.
-        return jax.random.categorical(key, jax.vmap(cut)(log_p_BV), mode="high")
+        inputs = (*model.output(params), *states, key)
+        return head.sample(*inputs, **named, options=model.options).reshape(-1)
 
     return draw
-
-
-def truncated(log_p_V: jax.Array, top_k: int, top_p: float) -> jax.Array:
-    """Log-probabilities with -inf outside the top k words and the top p of mass."""
-    log_p_V = jax.nn.log_softmax(log_p_V)
-    ordered_V = jnp.sort(log_p_V, descending=True)
-    before_V = jnp.cumsum(jnp.exp(ordered_V)) - jnp.exp(ordered_V)
-    # The word that crosses the mass still belongs to the set.
-    count = jnp.sum(before_V < top_p) if top_p < 1 else log_p_V.shape[0]
-    count = jnp.minimum(count, top_k) if top_k else jnp.maximum(count, 1)
-    return jnp.where(log_p_V >= ordered_V[count - 1], log_p_V, -jnp.inf)
 
 
 def _recurrent(run, hidden, prompt, tokens):

@@ -16,6 +16,7 @@ from hypothesis import strategies
 
 from softbottle import Options
 from tests import oracle
+from tests.ops.mixture import sampling_test
 from tests.oracle import CASES, FEW, NAMES, VOCAB
 
 EVERY_HEAD = pytest.mark.parametrize("name", NAMES)
@@ -194,13 +195,15 @@ def test_a_latent_mask_broadcasts_to_the_contexts(name):
 
 @functools.cache
 def decoded(name):
-    """Log-probabilities of all words and the five best, in uneven chunks."""
+    """Log-probabilities, the five best words and a greedy draw, in uneven chunks."""
     head, inputs = CASES[name].head, oracle.make_inputs(name)
 
     def run(*args):
         options = Options(budget_bytes=ODD_BUDGET)
         log_p_TV = head.log_probs(*args, options=options)
-        return log_p_TV, head.top_k(*args, 5, options=options)
+        key = jax.random.key(0)
+        greedy_T = head.sample(*args, key, temperature=0, options=options)
+        return log_p_TV, head.top_k(*args, 5, options=options), greedy_T
 
     point = oracle.cast(inputs[:4], jnp.float32)
     return oracle.log_probs(name, *inputs[:4]), jax.jit(run)(*point)
@@ -209,7 +212,7 @@ def decoded(name):
 @pytest.mark.slow
 @EVERY_HEAD
 def test_log_probs_equal_the_oracle_and_sum_to_one(name):
-    exact_TV, (log_p_TV, _) = decoded(name)
+    exact_TV, (log_p_TV, *_) = decoded(name)
     oracle.assert_close(log_p_TV, exact_TV, "float32")
     total_T = np.exp(np.asarray(log_p_TV, np.float64)).sum(axis=1)
     np.testing.assert_allclose(total_T, 1.0, rtol=0, atol=1e-6)
@@ -217,11 +220,17 @@ def test_log_probs_equal_the_oracle_and_sum_to_one(name):
 
 @EVERY_HEAD
 def test_top_k_is_the_head_of_the_sorted_log_probs(name):
-    exact_TV, (_, (values_Tk, ids_Tk)) = decoded(name)
+    exact_TV, (_, (values_Tk, ids_Tk), _) = decoded(name)
     order_Tk = np.argsort(-exact_TV, axis=1)[:, :5]
     np.testing.assert_array_equal(ids_Tk, order_Tk)
     best_Tk = np.take_along_axis(exact_TV, order_Tk, axis=1)
     oracle.assert_close(values_Tk, best_Tk, "float32")
+
+
+@EVERY_HEAD
+def test_a_sample_of_temperature_zero_is_the_most_probable_word(name):
+    exact_TV, (*_, greedy_T) = decoded(name)
+    np.testing.assert_array_equal(greedy_T, exact_TV.argmax(axis=1))
 
 
 @pytest.mark.slow
@@ -243,6 +252,26 @@ def test_samples_follow_the_probabilities(name, monkeypatch):
     freedom = common_V.sum()
     # Five standard deviations above the mean of the chi-square law.
     assert chi_square < freedom + 5 * np.sqrt(2 * freedom)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["moss", "partition_mixed", "mixtape"])
+def test_what_is_kept_is_of_the_probabilities_of_the_head(name, monkeypatch):
+    monkeypatch.setattr("softbottle.ops.mixture.decode.UNIT", 16)
+    sampling_test.replace_noise(monkeypatch, sampling_test.least_probable)
+    choices = [
+        {"temperature": 0.7, "top_k": 21, "top_p": 0.9},
+        {"temperature": 1.3, "top_p": 0.8, "min_p": 0.01},
+    ]
+    head, inputs = CASES[name].head, oracle.make_inputs(name, scale=0.5)
+
+    def run(*args):
+        options, key = Options(budget_bytes=ODD_BUDGET), jax.random.key(0)
+        return [head.sample(*args, key, options=options, **each) for each in choices]
+
+    found = jax.jit(run)(*oracle.cast(inputs[:4], jnp.float32))
+    p_TV = np.exp(oracle.log_probs(name, *inputs[:4]))
+    sampling_test.check_sets(p_TV, found, choices)
 
 
 @pytest.mark.slow

@@ -236,6 +236,21 @@ def test_who_sees_a_word_that_is_none_gets_nan_in_nll_and_log_probs(word):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("choice", [{"temperature": 2.0}, {"top_p": 0.9}], ids=str)
+def test_who_sees_a_word_that_is_none_draws_none_by_any_choice(choice):
+    point = make_cached()
+    words_BM = np.array(history(point).words_BM)
+    words_BM[0, 1] = VOCAB
+    memory = history(point)._replace(words_BM=words_BM)
+    draw = jax.jit(functools.partial(cache.cached(CASES["mos"].head).sample, **choice))
+    found_BS = np.asarray(draw(*point[:4], memory, KEY))
+    strange_BS = np.zeros((2, 9), bool)
+    strange_BS[0, 2:4] = True
+    np.testing.assert_array_equal(found_BS == -1, strange_BS)
+    assert np.all(found_BS < VOCAB) and np.all(found_BS >= -1)
+
+
+@pytest.mark.slow
 def test_a_word_that_is_none_and_is_not_seen_changes_nothing():
     point = make_cached()
     memory = history(point)

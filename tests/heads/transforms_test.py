@@ -174,6 +174,73 @@ def test_split_log_probs_are_those_of_the_local_words():
     assert np.all(np.isneginf(log_p_TV[:, WORDS:]))
 
 
+CHOICES = [
+    {},
+    {"temperature": 1.3, "top_k": 9, "top_p": 0.8},
+    {"top_p": 0.85, "min_p": 0.02},
+]
+
+
+def decode(head, options):
+    """A function that gives the five best words and a draw by each of the choices."""
+
+    def run(params, table_VE, bias_V, hidden_TD, key):
+        output = (params, table_VE, bias_V, hidden_TD)
+        return (
+            head.top_k(*output, 5, options=options),
+            [head.sample(*output, key, options=options, **each) for each in CHOICES],
+        )
+
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name, layout, checked",
+    [
+        ("softmax", (1, 8), True),
+        ("moss", (2, 4), True),
+        ("plif_mixed", (1, 8), False),
+        ("partition_mixed", (2, 4), False),
+        ("mixtape", (2, 4), True),
+    ],
+)
+def test_best_words_and_draws_of_a_split_are_those_of_the_whole(
+    name, layout, checked, monkeypatch
+):
+    # Rows of a shard that are a multiple of these, and rows that are not.
+    rows = 128 if name == "softmax" else 80
+    monkeypatch.setattr("softbottle.ops.mixture.decode.UNIT", 16)
+    mesh = jax.make_mesh(layout, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    head, key = CASES[name].head, jax.random.key(3)
+    inputs = oracle.make_inputs(name, tokens=16, rows=rows)[:4]
+    point = oracle.cast(inputs, jnp.float32)
+    words = 63  # over eight shards the last one holds nothing but padding
+    split = jax.shard_map(
+        decode(head, Options(vocab=words, vocab_axis="model", budget_bytes=1_000)),
+        mesh=mesh,
+        in_specs=(P(), P("model"), P("model"), P("data"), P()),
+        out_specs=P("data"),
+        check_vma=checked,
+    )
+    (values_Tk, ids_Tk), draws = jax.jit(split)(*point, key)
+    whole = jax.jit(decode(head, Options(vocab=words)))
+    # A token's noise is by its number on the device.
+    parts = [
+        whole(*point[:3], hidden_TD, key) for hidden_TD in np.split(point[3], layout[0])
+    ]
+    joined = jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts)
+    np.testing.assert_allclose(values_Tk, joined[0][0], atol=1e-5)
+    np.testing.assert_array_equal(ids_Tk, joined[0][1])
+    for ours_T, whole_T in zip(draws, joined[1], strict=True):
+        np.testing.assert_array_equal(ours_T, whole_T)
+    exact_TV = oracle.log_probs(
+        name, inputs[0], *(array[:words] for array in inputs[1:3]), inputs[3]
+    )
+    order_TV = np.argsort(-exact_TV, axis=1, kind="stable")
+    np.testing.assert_array_equal(ids_Tk, order_TV[:, :5])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FEW)
 def test_vmap_over_models_equals_one_model_at_a_time(name):

@@ -17,7 +17,6 @@ A label that is no word of the vocabulary gives NaN, never a plausible loss; run
 Labels are integers of any kind. float16 is refused: see `check_range`.
 """
 
-import dataclasses
 import importlib
 
 import jax
@@ -33,6 +32,7 @@ from softbottle.ops.mixture.arrays import (
 )
 from softbottle.ops.mixture.implementation import Choice, Implementation, Shaped
 from softbottle.ops.mixture.options import DEFAULTS, Options, check_range, sum_dtype
+from softbottle.ops.mixture.sampling import EXACT, Sampling, draw, one_component, race
 
 
 def scores(
@@ -171,7 +171,7 @@ def log_probs(
     The log-normalizers are those over the vocabulary, unless they are given: words
     outside it may share them.
     """
-    options = _decoding(options)
+    options = decode.budgeted(options)
     _check_mixture(mixture, vocabulary, options)
     if lse_TK is None:
         lse_TK = _lse(mixture.context_TKE, vocabulary, activation, options)
@@ -188,16 +188,19 @@ def top_k(
 ) -> tuple[jax.Array, jax.Array]:
     """The k most probable words of each token: (log-probabilities, ids), [T, k].
 
-    The log-normalizers may be given, as those of `log_probs`.
+    Of equally probable words the first comes first. Under `vocab_axis` the words are
+    those of all shards, and the same on each. The log-normalizers may be given, as
+    those of `log_probs`.
     """
-    options = _unsplit(_decoding(options), "top_k")
+    options = decode.budgeted(options)
     _check_mixture(mixture, vocabulary, options)
-    words = options.vocab or len(vocabulary.table_VE)
+    words = shards.word_count(len(vocabulary.table_VE), options)
     if not 1 <= k <= words:
         raise ValueError(f"k must be between 1 and the vocabulary's {words}, got {k}.")
     if lse_TK is None:
         lse_TK = _lse(mixture.context_TKE, vocabulary, activation, options)
-    return decode.top_k(mixture, vocabulary, lse_TK, activation, options, k)
+    given = (mixture, vocabulary, lse_TK, activation, options)
+    return decode.top_k(decode.blocks(*given, least=k), k, options)
 
 
 def sample(
@@ -206,11 +209,31 @@ def sample(
     key: jax.Array,
     activation: Activation = SOFTMAX,
     options: Options = DEFAULTS,
+    sampling: Sampling = EXACT,
+    first: int = 0,
 ) -> jax.Array:
-    """One word per token, drawn exactly: a component, then Gumbel-max over it; [T]."""
-    options = _unsplit(_decoding(options), "sample")
+    """One word per token, [T], the same on all shards under `vocab_axis`.
+
+    By default it is drawn exactly from the mixture: a component, then Gumbel-max over
+    it. sampling.py has the rest, and what it costs. `first` is the number of the
+    table's first row, which the noise depends on.
+    """
+    options = decode.budgeted(options)
     _check_mixture(mixture, vocabulary, options)
-    return decode.sample(mixture, vocabulary, activation, options, key)
+    tokens, components = mixture.log_prior_TK.shape
+    if sampling.is_exact:
+        prior_key, key = jax.random.split(key)
+        mixture = one_component(mixture, prior_key)
+        given = (mixture, vocabulary, None, activation, options)
+        fold = decode.blocks(*given, first=first, beside=2)
+        return race(fold, tokens, key, options)
+    sampling.check_words(shards.word_count(len(vocabulary.table_VE), options))
+    lse_TK = None
+    if components > 1:
+        lse_TK = _lse(mixture.context_TKE, vocabulary, activation, options)
+    given = (mixture, vocabulary, lse_TK, activation, options)
+    fold = decode.blocks(*given, first=first, least=sampling.top_k or 1, beside=2)
+    return draw(fold, tokens, key, sampling, options)
 
 
 def _implementation(options: Options, context_TKE: Shaped) -> Implementation:
@@ -223,21 +246,6 @@ def _lse(context_TKE, vocabulary, activation, options):
     chosen = _implementation(options, context_TKE)
     local_TK = classes.lse(chosen.lse, context_TKE, vocabulary, activation, options)
     return shards.joint_lse(local_TK, options)
-
-
-def _decoding(options):
-    """The options; a GPU's large blocks, which pay in training, would be [T, K, V]."""
-    budget_bytes = options.budget_bytes or decode.BUDGET_BYTES
-    return dataclasses.replace(options.resolve(), budget_bytes=budget_bytes)
-
-
-def _unsplit(options, name):
-    if options.vocab_axis is not None:
-        raise ValueError(
-            f"{name} reads the whole table; it was called with vocab_axis="
-            f"{options.vocab_axis!r}."
-        )
-    return options
 
 
 def _check_mixture(mixture, vocabulary, options):

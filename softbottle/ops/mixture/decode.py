@@ -1,28 +1,21 @@
-"""Distributions, best words and samples of a mixture, never as [T, K, V].
+"""The words of a mixture in blocks: distributions and best words, never as [T, K, V].
 
     log P(v) = logsumexp_k( log_prior_k + g(z_kv) - lse_k )
 
 Log-probabilities take two passes: the normalizers, then one write. The best words are
-those of the best of each block of words. A sample at temperature 1 needs a single
-component: k is drawn from the prior and the word by
-
-    argmax_v( g(z_kv) + noise_v ),    noise_v ~ Gumbel,
-
-which is exact, needs no normalizer and costs what a plain softmax does. Noise and
-priors are float32 or better, and the noise has the range that jax calls "high": 32
-nats. By default it ends at 15.9, and of the words below 1e-7 too few would be drawn.
+those of the best of each block of words, and of a split table those of the best of
+each shard, found by an exchange of [T, k]. What is drawn is in sampling.py.
 
 In decoding tokens are few and the table is large, so it is streamed: it is read once
 for thousands of rows of contexts, in blocks of words, and neither copied nor padded. A
-problem within the budget is one block and no loop. The noise is a function of the key,
-the token and the word, so no choice of blocks changes what is drawn.
+problem within the budget is one block and no loop.
 
-Axes: U words of a unit, J candidates.
+Axes: N units, U words of a unit, J candidates.
 """
 
-import functools
+import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +41,52 @@ class Words(NamedTuple):
     live_W: jax.Array
 
 
+class Place(NamedTuple):
+    """The first word of a block: word unit * UNIT + inside."""
+
+    unit: int | jax.Array
+    inside: int | jax.Array
+
+    @property
+    def first(self) -> int | jax.Array:
+        """That word's number."""
+        return self.unit * UNIT + self.inside
+
+
+FIRST = Place(0, 0)
+
+
+class Fold(Protocol):
+    """All words, a block at a time.
+
+    A call gives what `add(state, by_token, place, log_p_CW)` makes of the state of
+    every token, from one block of words to the next; the state before the first is
+    None. On a split table the words are those of the shard. log P may lack what all
+    words of a token share.
+    """
+
+    def __call__(
+        self,
+        add: Callable[[Any, Any, Place, jax.Array], Any],
+        by_token: Any = (),
+        state: Any = None,
+    ) -> Any:
+        """Fold `add` over the words.
+
+        Args:
+            add: of a chunk of tokens and a block of words.
+            by_token: arrays that begin with the tokens, of which `add` gets its own.
+            state: before the first block; None, or arrays that begin with the tokens.
+        """
+        ...
+
+
+def budgeted(options: Options) -> Options:
+    """The options; a GPU's large blocks, which pay in training, would be [T, K, V]."""
+    budget_bytes = options.budget_bytes or BUDGET_BYTES
+    return dataclasses.replace(options.resolve(), budget_bytes=budget_bytes)
+
+
 def log_probs(
     mixture: Mixture,
     vocabulary: Vocabulary,
@@ -57,7 +96,8 @@ def log_probs(
 ) -> jax.Array:
     """Log-probabilities [T, V]; -inf on rows beyond the vocabulary."""
     rows = len(vocabulary.table_VE)
-    chunks, size = _blocks(mixture.context_TKE, vocabulary, options, UNIT)
+    components = mixture.log_prior_TK.shape[1]
+    chunks, size = _blocks(mixture.context_TKE, vocabulary, options, UNIT, components)
 
     def one_chunk(_, tokens):
         def write(log_p_CV, words):
@@ -74,80 +114,91 @@ def log_probs(
     return likelihood.over_chunks(one_chunk, (), (mixture, lse_TK), chunks)[1]
 
 
-def top_k(
+def blocks(
     mixture: Mixture,
     vocabulary: Vocabulary,
-    lse_TK: jax.Array,
+    lse_TK: jax.Array | None,
     activation: Activation,
     options: Options,
-    k: int,
-) -> tuple[jax.Array, jax.Array]:
+    *,
+    first: int = 0,
+    least: int = 1,
+    beside: int = 0,
+) -> Fold:
+    """The words of a mixture.
+
+    Args:
+        mixture: of the tokens.
+        vocabulary: the words; of a shard, its own.
+        lse_TK: the log-normalizers. None for scores instead of log-probabilities, of
+            one component.
+        activation: g.
+        options: of `budgeted`.
+        first: the number of the (whole) table's first row.
+        least: words that a block has at least, unless it has all.
+        beside: arrays of [tokens, words] that are held beside a block's scores.
+    """
+    context_TKE, rows = mixture.context_TKE, len(vocabulary.table_VE)
+    arrays = context_TKE.shape[-2] + beside
+    chunks, size = _blocks(context_TKE, vocabulary, options, least, arrays)
+    unit, inside = _first_place(rows, first, options)
+
+    def log_p(tokens, words):
+        place = Place(unit + words.start // UNIT, inside)
+        return place, _log_p(*tokens, words, activation, options)
+
+    if (chunks, size) == (1, rows):
+        words = Words(0, vocabulary, shards.live_rows(rows, options))
+        place, log_p_TV = log_p((mixture, lse_TK), words)
+        return whole(log_p_TV, place)
+
+    def fold(add, by_token=(), state=None):
+        def one_chunk(_, inputs):
+            tokens, by_token, state = inputs
+
+            def step(state, words):
+                return add(state, by_token, *log_p(tokens, words))
+
+            return (), _over_words(step, vocabulary, options, size, state)
+
+        inputs = ((mixture, lse_TK), by_token, state)
+        return likelihood.over_chunks(one_chunk, (), inputs, chunks)[1]
+
+    return fold
+
+
+def whole(log_p_TV: jax.Array, place: Place = FIRST) -> Fold:
+    """One block of words, whose log-probabilities are at hand."""
+
+    def fold(add, by_token=(), state=None):
+        return add(state, by_token, place, log_p_TV)
+
+    return fold
+
+
+def top_k(fold: Fold, k: int, options: Options) -> tuple[jax.Array, jax.Array]:
     """The k most probable words of each token: (log-probabilities, ids), [T, k].
 
-    Of equally probable words the first comes first.
+    Of equally probable words the first comes first. Blocks have at least k words.
     """
-    chunks, size = _blocks(mixture.context_TKE, vocabulary, options, k)
 
-    def one_chunk(_, tokens):
-        def merge(best, words):
-            log_p_CW = _log_p(*tokens, words, activation, options)
-            values_Ck, ids_Ck = _best(log_p_CW, min(k, log_p_CW.shape[1]))
-            ids_Ck += words.start
-            if best is None:
-                return values_Ck, ids_Ck
-            # Earlier words first, so that they win ties here as well.
-            values_CJ = jnp.concatenate([best[0], values_Ck], axis=1)
-            ids_CJ = jnp.concatenate([best[1], ids_Ck], axis=1)
-            return _best_of(values_CJ, ids_CJ, k)
+    def merge(best, _, place, log_p_CW):
+        values_Ck, ids_Ck = _best(log_p_CW, min(k, log_p_CW.shape[1]))
+        ids_Ck += place.first
+        if best is None:
+            return values_Ck, ids_Ck
+        # Earlier words first, so that they win ties here as well.
+        values_CJ = jnp.concatenate([best[0], values_Ck], axis=1)
+        ids_CJ = jnp.concatenate([best[1], ids_Ck], axis=1)
+        return _best_of(values_CJ, ids_CJ, min(k, values_CJ.shape[1]))
 
-        return (), _over_words(merge, vocabulary, options, size)
-
-    return likelihood.over_chunks(one_chunk, (), (mixture, lse_TK), chunks)[1]
-
-
-def sample(
-    mixture: Mixture,
-    vocabulary: Vocabulary,
-    activation: Activation,
-    options: Options,
-    key: jax.Array,
-) -> jax.Array:
-    """One word per token, drawn exactly from the mixture: ids [T]."""
-    log_prior_TK, context_TKE = mixture
-    prior_key, word_key = jax.random.split(key)
-    log_prior_TK = log_prior_TK.astype(sum_dtype(log_prior_TK))
-    component_T = jax.random.categorical(prior_key, log_prior_TK, mode="high")
-    at = component_T.reshape(-1, *(1,) * (context_TKE.ndim - 1))
-    context_T1E = jnp.take_along_axis(context_TKE, at, axis=-2)
-    # A score's noise is made of two random numbers.
-    chunks, size = _blocks(context_T1E, vocabulary, options, UNIT, arrays=3)
-    keys = token_keys(word_key)
-
-    def one_chunk(_, tokens):
-        context_C1E, token_C = tokens
-        key_C = keys(token_C)
-
-        def race(best, words):
-            g_CW = _scores(context_C1E, words, activation, options)[:, 0]
-            value_C, id_C = winner(g_CW, key_C, words.start)
-            if best is None:
-                return value_C, id_C
-            ahead_C = value_C > best[0]
-            return jnp.maximum(value_C, best[0]), jnp.where(ahead_C, id_C, best[1])
-
-        return (), _over_words(race, vocabulary, options, size)[1]
-
-    tokens = (context_T1E, jnp.arange(context_T1E.shape[0]))
-    return likelihood.over_chunks(one_chunk, (), tokens, chunks)[1]
-
-
-def token_keys(key: jax.Array) -> Callable[[jax.Array], jax.Array]:
-    """A function from the tokens' numbers to their keys."""
-    # Other generators draw for a batch of keys what depends on the whole batch.
-    key = jax.random.wrap_key_data(
-        jax.random.bits(key, (2,), jnp.uint32), impl="threefry2x32"
+    values_Tk, ids_Tk = fold(merge)
+    if options.vocab_axis is None:
+        return values_Tk, ids_Tk
+    values_TJ, ids_TJ = (
+        shards.gathered(each_Tk, options) for each_Tk in (values_Tk, ids_Tk)
     )
-    return functools.partial(jax.vmap(jax.random.fold_in, (None, 0)), key)
+    return _best_of(values_TJ, ids_TJ, k)
 
 
 def _best(log_p_CW, k):
@@ -156,7 +207,7 @@ def _best(log_p_CW, k):
     # For more than 16 XLA's GPU compiler sorts whole rows: short ones cost half.
     if not 16 < k < UNIT < words:
         return jax.lax.top_k(log_p_CW, k)
-    by_unit_CNU = _units(log_p_CW)
+    by_unit_CNU = units(log_p_CW)
     values_CNk, at_CNk = jax.lax.top_k(by_unit_CNU, k)
     at_CNk += UNIT * jnp.arange(by_unit_CNU.shape[1], dtype=at_CNk.dtype)[None, :, None]
     together = (len(log_p_CW), by_unit_CNU.shape[1] * k)
@@ -169,7 +220,7 @@ def _best_of(values_CJ, ids_CJ, k):
     return values_Ck, jnp.take_along_axis(ids_CJ, at_Ck, axis=1)
 
 
-def _units(array_CW):
+def units(array_CW):
     """Words by unit, [C, N, U], the last filled up with -inf."""
     tokens, words = array_CW.shape
     units = -(-words // UNIT)
@@ -178,36 +229,22 @@ def _units(array_CW):
     return filled_CW.reshape(tokens, units, UNIT)
 
 
-def winner(
-    g_CW: jax.Array, key_C: jax.Array, start: int | jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """The largest g + noise of each token's words, and that word's id, [C].
-
-    Args:
-        g_CW: scores of a block of words.
-        key_C: of the tokens; see `token_keys`.
-        start: number of the block's first word, a multiple of UNIT.
-    """
-    g_CNU = _units(g_CW)
-
-    def draw(key, unit):
-        key = jax.random.fold_in(key, unit)
-        return jax.random.gumbel(key, (UNIT,), g_CW.dtype, mode="high")
-
-    over_units = jax.vmap(draw, (None, 0))
-    unit_N = start // UNIT + jnp.arange(g_CNU.shape[1])
-    # By unit first: a reduction over few long rows leaves most of a GPU idle.
-    score_CNU = g_CNU + jax.vmap(over_units, (0, None))(key_C, unit_N)
-    within_CN, best_CN = jnp.argmax(score_CNU, axis=2), jnp.max(score_CNU, axis=2)
-    unit_C1 = jnp.argmax(best_CN, axis=1, keepdims=True)
-    within_C1 = jnp.take_along_axis(within_CN, unit_C1, axis=1)
-    return jnp.max(best_CN, axis=1), start + (unit_C1 * UNIT + within_C1)[:, 0]
+def _first_place(rows, first, options):
+    """The place of a table's first row, of which `inside` is known to be 0 if it is."""
+    if options.vocab_axis is None:
+        return Place(*divmod(first, UNIT))
+    if rows % UNIT == 0 and first % UNIT == 0:
+        shard = jax.lax.axis_index(options.vocab_axis)
+        return Place(first // UNIT + shard * (rows // UNIT), 0)
+    return Place(*jnp.divmod(first + shards.first_row(rows, options), UNIT))
 
 
 def _log_p(mixture, lse_CK, words, activation, options):
-    """log P of a block of words, [C, W]."""
+    """log P of a block of words, [C, W]; without normalizers the scores."""
     log_prior_CK, context_CKE = mixture
     g_CKW = _scores(context_CKE, words, activation, options)
+    if lse_CK is None:
+        return g_CKW[:, 0]
     return jax.nn.logsumexp(g_CKW + (log_prior_CK - lse_CK)[:, :, None], axis=1)
 
 
@@ -232,15 +269,14 @@ def _logits(context_CKE, words, options):
     return jnp.moveaxis(classes.joined(each), 0, 2)
 
 
-def _blocks(context_TKE, vocabulary, options, least, arrays=1):
+def _blocks(context_TKE, vocabulary, options, least, arrays):
     """How many chunks of tokens there are, and words of a block (at least `least`).
 
-    `arrays` of a block's size are held at once.
+    `arrays` of [tokens, words] are held at once.
     """
     table_VE = vocabulary.table_VE
     (tokens, *_, components, _), rows = context_TKE.shape, table_VE.shape[0]
-    itemsize = sum_dtype(context_TKE, table_VE).itemsize
-    cells = options.block_bytes // (arrays * components * itemsize)
+    cells = options.block_bytes // (arrays * sum_dtype(context_TKE, table_VE).itemsize)
     if tokens * rows <= cells:
         return 1, rows
     least = min(rows, -(-least // UNIT) * UNIT)
@@ -248,8 +284,8 @@ def _blocks(context_TKE, vocabulary, options, least, arrays=1):
     return -(-tokens // size), min(rows, max(least, cells // size // UNIT * UNIT))
 
 
-def _over_words(add, vocabulary, options, size):
-    """Fold `add(state, words)` over blocks of `size` words; the first has no state."""
+def _over_words(add, vocabulary, options, size, state=None):
+    """Fold `add(state, words)` over blocks of `size` words."""
     rows = len(vocabulary.table_VE)
     live_V = shards.live_rows(rows, options)
 
@@ -260,7 +296,8 @@ def _over_words(add, vocabulary, options, size):
         return Words(start, *jax.tree.map(cut, (vocabulary, live_V)))
 
     whole, rest = divmod(rows, size)
-    state = add(None, words(0, size))
+    # Outside of the loop: of None it makes what the loop carries.
+    state = add(state, words(0, size))
     if whole > 1:
         state = jax.lax.fori_loop(
             1, whole, lambda n, state: add(state, words(n * size, size)), state

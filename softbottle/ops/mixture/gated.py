@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from softbottle.ops.mixture import decode, likelihood, shards
+from softbottle.ops.mixture import decode, likelihood, sampling, shards
 from softbottle.ops.mixture.arrays import Vocabulary
 from softbottle.ops.mixture.options import (
     Options,
@@ -200,21 +200,27 @@ def total(tokens: Tokens, words: Words, options: Options) -> jax.Array:
     )
 
 
-def top_k(
-    tokens: Tokens, words: Words, k: int, options: Options
-) -> tuple[jax.Array, jax.Array]:
-    """The k largest logits of each token and their words, [T, k]."""
-    return _over(
-        lambda logit_CS, _: jax.lax.top_k(logit_CS, k), tokens, words, (), options
-    )
+def blocks(tokens: Tokens, words: Words, options: Options) -> decode.Fold:
+    """The frequent words, by their logits; of a split table on the first shard."""
+    here = shards.first_row(1, options) == 0
+
+    def fold(add, by_token=(), state=None):
+        def block(logit_CS, inputs):
+            by_token, state = inputs
+            logit_CS = jnp.where(here, logit_CS, -jnp.inf)
+            return add(state, by_token, decode.FIRST, logit_CS)
+
+        return _over(block, tokens, words, (by_token, state), options)
+
+    return fold
 
 
 def sample(tokens: Tokens, words: Words, key: jax.Array, options: Options) -> jax.Array:
     """One of the frequent words per token, by their logits: ids [T]."""
-    keys = decode.token_keys(key)
+    keys = sampling.token_keys(key)
 
     def draw(logit_CS, token_C):
-        return decode.winner(logit_CS, keys(token_C), 0)[1]
+        return sampling.winner(logit_CS, keys(token_C), decode.FIRST)[1]
 
     number_T = jnp.arange(len(tokens.context_TKE))
     return _over(draw, tokens, words, number_T, options)

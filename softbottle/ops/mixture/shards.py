@@ -89,6 +89,27 @@ def from_owner(
     return jnp.where(word_T[:, None], array_TK, jnp.nan)
 
 
+def gathered(array_Tk: jax.Array, options: Options) -> jax.Array:
+    """What each shard says of every token, [T, N k], the first shard's first.
+
+    The same on all shards, and known to be; an all-gather's result is not.
+    """
+    axis = options.vocab_axis
+    if axis is None:
+        return array_Tk
+    (tokens, k), count = array_Tk.shape, jax.lax.axis_size(axis)
+    own_1N1 = (jnp.arange(count) == jax.lax.axis_index(axis))[None, :, None]
+    own_TNk = jnp.where(own_1N1, array_Tk[:, None], jnp.zeros((), array_Tk.dtype))
+    return jax.lax.psum(own_TNk, axis).reshape(tokens, count * k)
+
+
+def total(array: jax.Array, options: Options) -> jax.Array:
+    """The sum over the shards."""
+    if options.vocab_axis is None:
+        return array
+    return jax.lax.psum(array, options.vocab_axis)
+
+
 def varying_together(*trees: Any) -> tuple[Any, ...]:
     """The trees with every leaf varying over the union of their manual mesh axes.
 

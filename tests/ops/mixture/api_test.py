@@ -160,12 +160,6 @@ def test_k_counts_live_words_only():
         call("top_k", k=32, vocab=31)
 
 
-@pytest.mark.parametrize("name", ["top_k", "sample"])
-def test_what_reads_the_whole_table_refuses_a_split_one(name):
-    with pytest.raises(ValueError, match=f"{name} .*'model'"):
-        call(name, vocab_axis="model")
-
-
 @pytest.mark.parametrize("label", [-1, 31, 36, 37, 2**31 - 1, -(2**31)])
 @pytest.mark.parametrize("name", ["nll", "loss"])
 def test_a_label_out_of_range_is_nan_and_caught_by_debug_nans(name, label):

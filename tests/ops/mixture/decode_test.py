@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from softbottle import ops
 from softbottle.ops.mixture.activations import SIGSOFTMAX, SOFTMAX
@@ -122,6 +124,27 @@ def test_of_equally_probable_words_the_first_comes_first(budget, k):
     mixture = (MIXTURE[0], context_TKE, table_VE, np.zeros(ROWS))
     _, ids_Tk = run(ops.top_k, budget, k, mixture=mixture, activation=SOFTMAX)
     z_TV = context_TKE[:, 0] @ table_VE[:VOCAB].T
+    expected_TV = np.argsort(-z_TV, axis=1, kind="stable")
+    np.testing.assert_array_equal(ids_Tk, expected_TV[:, :k])
+
+
+@pytest.mark.parametrize("k", [3, 20, 61])
+def test_of_equally_probable_words_of_all_shards_the_first_comes_first(k):
+    # Eight shards of eight rows, of which the last has five words.
+    rng = np.random.default_rng(2)
+    table_VE = rng.integers(0, 2, size=(64, 3)).astype(np.float32)
+    context_TKE = rng.integers(0, 2, size=(4, 1, 3)).astype(np.float32)
+    arrays = (np.zeros((4, 1), np.float32), context_TKE, table_VE, np.zeros(64))
+    options = ops.Options(vocab=61, vocab_axis="model")
+
+    def call(*args):
+        return ops.top_k(*paired(*args), k, SOFTMAX, options)
+
+    mesh = jax.make_mesh((8,), ("model",), axis_types=(AxisType.Auto,))
+    specs = (P(), P(), P("model"), P("model"))
+    split = jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=P())
+    _, ids_Tk = jax.jit(split)(*oracle.cast(arrays, jnp.float32))
+    z_TV = context_TKE[:, 0] @ table_VE[:61].T
     expected_TV = np.argsort(-z_TV, axis=1, kind="stable")
     np.testing.assert_array_equal(ids_Tk, expected_TV[:, :k])
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from softbottle.ops.mixture import gated
+from softbottle.ops.mixture import decode, gated
 from softbottle.ops.mixture.arrays import Vocabulary
 from softbottle.ops.mixture.options import Options
 from tests import oracle
@@ -106,7 +106,7 @@ def test_logits_and_the_best_words(budget):
 
     @jax.jit
     def run(tokens, words):
-        best = gated.top_k(tokens, words, 3, options)
+        best = decode.top_k(gated.blocks(tokens, words, options), 3, options)
         return gated.logits(tokens, words, options), best
 
     inputs = paired(oracle.cast(arrays, jnp.float32))
