@@ -83,15 +83,14 @@ class Pieces(NamedTuple):
             rare=cooled(self.rare),
         )
 
-    def contrast(self, labels_T: jax.Array) -> jax.Array:
+    def mean_score(self) -> jax.Array:
         """See `Predictions`."""
-        _, score_T1, _ = self.scores(labels_T)
         own_T = gated.total(self.tokens, self.frequent, self.options)
         words = shards.word_count(len(self.rare.table_VE), self.options)
         rare = self._without_frequent()
         rare_T1 = likelihood.mean_logit(self.mixture.context_TKE, rare, self.options)
         count = words + self.size if self.start else words
-        return score_T1[:, 0] - (own_T + words * rare_T1[:, 0]) / count
+        return (own_T + words * rare_T1[:, 0]) / count
 
     def source(self) -> reductions.Source:
         """See `Predictions`."""

@@ -37,19 +37,19 @@ def loss(
     predictions: Predictions, targets: Targets, terms: Terms, options: Options
 ) -> jax.Array:
     """sum_t weight[t] nll[t], in the fused loss where there is a closed form."""
-    labels_T, weights_T, _ = targets
+    _, weights_T, *_ = targets
     if _streamed(predictions, terms):
         return _sum_over_words(predictions, targets, terms, options)
     if terms.z_loss:
         targets = targets._replace(z_weights_T=terms.z_loss * weights_T)
     if terms.temperature != 1:
         predictions = predictions.tempered(terms.temperature)
-    total = predictions.loss(targets)
-    if terms.label_smoothing:
-        contrast_T = predictions.contrast(labels_T)
-        contrast = jnp.sum(weights_T.astype(contrast_T.dtype) * contrast_T)
-        total += terms.label_smoothing * contrast
-    return total
+    if not terms.label_smoothing:
+        return predictions.loss(targets)
+    spread_T = terms.label_smoothing * weights_T
+    total = predictions.loss(targets._replace(score_weights_T=spread_T))
+    mean_T = predictions.mean_score()
+    return total - jnp.sum(spread_T.astype(mean_T.dtype) * mean_T)
 
 
 def reduced(total: jax.Array, weights_T: jax.Array, reduction: str) -> jax.Array:
@@ -88,13 +88,16 @@ def measure(
         found = _of_components(known[0], terms) | {"entropy": known[1]}
     elif streamed or "entropy" in names:
         found = _of_words(predictions, labels_T, terms, names, options)
-    wanted = {"z_loss", *names} if terms.z_loss else set(names)
+    wanted = set(names)
+    wanted |= {"z_loss"} if terms.z_loss else set()
+    wanted |= {"score"} if terms.label_smoothing else set()
     if not wanted <= found.keys():
         found = _of_components(predictions.scores(labels_T), terms) | found
-    if terms.label_smoothing and "contrast" not in found:
-        found["contrast"] = predictions.contrast(labels_T)
     if terms.label_smoothing:
-        found["nll"] += terms.label_smoothing * found["contrast"]
+        if "mean" not in found:
+            found["mean"] = predictions.mean_score()
+        contrast_T = found["score"] - found["mean"]
+        found["nll"] += terms.label_smoothing * contrast_T
     if terms.z_loss:
         found["nll"] += found["z_loss"]
     return {name: found[name] for name in names}
@@ -107,10 +110,11 @@ def _streamed(predictions, terms):
 
 def _of_components(scores, terms):
     """What is made of the components' own scores."""
-    _, _, lse_TK = scores
+    _, score_TK, lse_TK = scores
     nll_T = likelihood.nll(*scores)
     return {
         "nll": nll_T,
+        "score": score_TK[:, 0],
         "lse": lse_TK,
         "responsibilities": likelihood.posterior(*scores, nll_T),
         "z_loss": terms.z_loss * likelihood.square(lse_TK),
@@ -119,7 +123,7 @@ def _of_components(scores, terms):
 
 def _sum_over_words(predictions, targets, terms, options):
     """The weighted sum of what `measure` calls the nll."""
-    labels_T, weights_T, _ = targets
+    labels_T, weights_T, *_ = targets
     options = options.resolve()
 
     def reduce(log_p_CV, labels_C):
@@ -147,9 +151,9 @@ def _of_words(predictions, labels_T, terms, names, options):
     def reduce(log_p_CV, labels_C):
         log_p_CV = reductions.tempered(log_p_CV, terms.temperature, options)
         own_C = reductions.of_label(log_p_CV, labels_C, options)
-        found = {"nll": -own_C}
+        found = {"nll": -own_C, "score": own_C}
         if terms.label_smoothing:
-            found["contrast"] = own_C - reductions.mean(log_p_CV, options)
+            found["mean"] = reductions.mean(log_p_CV, options)
         if "entropy" in names:
             found["entropy"] = reductions.entropy(log_p_CV, options)
         return found

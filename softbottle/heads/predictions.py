@@ -41,8 +41,8 @@ class Predictions(Protocol):
         """Those of a plain one with its logits divided by the temperature."""
         ...
 
-    def contrast(self, labels_T: jax.Array) -> jax.Array:
-        """The label's logit of a plain one, less the mean over all words, [T]."""
+    def mean_score(self) -> jax.Array:
+        """The mean logit of a plain one over all words, [T]."""
         ...
 
     def source(self) -> reductions.Source:
@@ -104,11 +104,10 @@ class OfMixture(NamedTuple):
             words=words._replace(bias_V=words.bias_V / temperature),
         )
 
-    def contrast(self, labels_T: jax.Array) -> jax.Array:
+    def mean_score(self) -> jax.Array:
         """See `Predictions`."""
-        tokens = (self.mixture.context_TKE, self.words)
-        own_TK = ops.label_score(*tokens, labels_T, self.activation, self.options)
-        return (own_TK - likelihood.mean_logit(*tokens, self.options))[:, 0]
+        context_TKE = self.mixture.context_TKE
+        return likelihood.mean_logit(context_TKE, self.words, self.options)[:, 0]
 
     def source(self) -> reductions.Source:
         """See `Predictions`."""

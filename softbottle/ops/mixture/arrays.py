@@ -41,11 +41,14 @@ class Targets(NamedTuple):
         weights_T: of the tokens; one of weight 0 is padding.
         z_weights_T: of the squares of the tokens' log-normalizers, averaged over the
             components, which the loss adds; None for none.
+        score_weights_T: of the label's scores, summed over the components, which the
+            loss adds; None for none.
     """
 
     labels_T: jax.Array
     weights_T: jax.Array
     z_weights_T: jax.Array | None = None
+    score_weights_T: jax.Array | None = None
 
 
 class Elsewhere(NamedTuple):

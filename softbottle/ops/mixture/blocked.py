@@ -28,7 +28,7 @@ import jax.numpy as jnp
 
 from softbottle.ops.mixture import classes, exponential, likelihood, products, shards
 from softbottle.ops.mixture.activations import DEAD, Activation
-from softbottle.ops.mixture.arrays import Mixture, Targets, Vocabulary
+from softbottle.ops.mixture.arrays import Mixture, Vocabulary
 from softbottle.ops.mixture.implementation import Choice, Implementation, Shaped
 from softbottle.ops.mixture.options import (
     Options,
@@ -180,7 +180,8 @@ def _learned_forward(apply, options, theta, mixture, vocabulary, targets):
     activation = Activation(apply, params=theta)
 
     def chunk(sums, tokens):
-        (log_prior_CK, context_CKE), (labels_C, weights_C, z_weights_C) = tokens
+        (log_prior_CK, context_CKE), targets = tokens
+        labels_C, weights_C, z_weights_C, score_weights_C = targets
         z_CKV = likelihood.logits(context_CKE, cast, options)
         g_CKV, pull = jax.vjp(apply, theta, z_CKV)
         lse_CK = shards.joint_lse(_masked_lse(g_CKV, options), options)
@@ -194,22 +195,25 @@ def _learned_forward(apply, options, theta, mixture, vocabulary, targets):
         hit_CV = _hits(labels_C, len(cast.table_VE), options)
         pull_CK = likelihood.lse_weight(weight_CK, lse_CK, z_weights_C)
         bar_CKV = pull_CK[:, :, None] * p_CKV
-        bar_CKV -= jnp.where(hit_CV[:, None], weight_CK[:, :, None], 0.0)
+        hit_CK = weight_CK
+        if score_weights_C is not None:
+            hit_CK -= score_weights_C[:, None]
+        bar_CKV -= jnp.where(hit_CV[:, None], hit_CK[:, :, None], 0.0)
         theta_bar, z_bar_CKV = pull(bar_CKV)
         sums, context_bar_CKE = _add_products(
             sums, theta_bar, z_bar_CKV, context_CKE, cast.table_VE
         )
-        return sums, (context_bar_CKE, weight_CK, nll_C, likelihood.square(lse_CK))
+        terms = likelihood.terms(nll_C, score_CK, lse_CK)
+        return sums, (context_bar_CKE, weight_CK, terms)
 
     sums = _zero_sums(theta, mixture.context_TKE, vocabulary)
     count = chunks(mixture.context_TKE, vocabulary.table_VE, options)
     sums, by_token = likelihood.over_chunks(chunk, sums, (mixture, targets), count)
-    context_bar_TKE, weight_TK, *by_weight = by_token
-    total, weights_bars = likelihood.weighted_and_bars(targets, *by_weight)
+    context_bar_TKE, weight_TK, terms = by_token
+    total, targets_bar = likelihood.weighted_and_bars(targets, terms)
     theta_bar, vocabulary_bar = _like((theta, vocabulary), sums)
     mixture_bar = _like(mixture, Mixture(-weight_TK, context_bar_TKE))
-    bars = (theta_bar, mixture_bar, vocabulary_bar, Targets(None, *weights_bars))
-    return total, bars
+    return total, (theta_bar, mixture_bar, vocabulary_bar, targets_bar)
 
 
 def _learned_backward(apply, options, saved, loss_bar):

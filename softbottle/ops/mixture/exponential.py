@@ -18,7 +18,8 @@ taken out again and its exact float32 value, with the one-hot part, is put in it
 
     delta[r] = (pull[r] exp(g(z[r, label]) - lse[r]) - weight[token] posterior[r]) g'
 
-on [rows, width] only. This is the part of the gradient that matters most.
+(+ score_weight[token] g') on [rows, width] only. This is the part of the gradient that
+matters most.
 
 bfloat16 has float32's range of exponents, so ref need not be the maximum. The platform
 chooses it (`Route.first`): plain XLA, whose logits are in memory, takes the maximum; a
@@ -137,15 +138,15 @@ def _loss_forward(route, activation, options, mixture, vocabulary, targets, else
     tokens = (mixture, targets, elsewhere)
     count = chunks(route, context_TKE, table_VE, options)
     sums, by_token = likelihood.over_chunks(chunk, sums, tokens, count)
-    context_bar_TKE, weight_TK, by_weight, elsewhere_bar = by_token
-    total, weights_bars = likelihood.weighted_and_bars(targets, *by_weight)
+    context_bar_TKE, weight_TK, terms, elsewhere_bar = by_token
+    total, targets_bar = likelihood.weighted_and_bars(targets, terms)
     bars = (
         Mixture(
             -weight_TK.astype(mixture.log_prior_TK.dtype),
             context_bar_TKE.astype(context_TKE.dtype),
         ),
         table_sums.gradient(sums, vocabulary),
-        (Targets(None, *weights_bars), elsewhere_bar),
+        (targets_bar, elsewhere_bar),
     )
     return total, bars
 
@@ -243,7 +244,7 @@ def _chunk(
 ):
     """Add a chunk's part of the table's gradient; return the rest of its results."""
     log_prior_CK, context_CKE = mixture
-    labels_C, weights_C, z_weights_C = targets
+    labels_C, weights_C, z_weights_C, score_weights_C = targets
     cast_CKE = context_CKE.astype(whole.table_VE.dtype)
     own_CKE = classes.of_label(cast_CKE, labels_C)
     score_CK, slope_CK = likelihood.target_score_and_slope(
@@ -272,6 +273,8 @@ def _chunk(
     delta_CK = weight_CK * jnp.expm1(score_CK - lse_CK)
     if z_weights_C is not None:
         delta_CK += (pull_CK - weight_CK) * jnp.exp(score_CK - lse_CK)
+    if score_weights_C is not None:
+        delta_CK += score_weights_C[:, None]
     delta_CK = jnp.where(here_CK, delta_CK * slope_CK, 0.0)
 
     product_NCKE = _second_product(e_NRP, padded, cast_NCKE, lse_CK.dtype)
@@ -286,17 +289,20 @@ def _chunk(
     sums = table_sums.add_products(sums, e_NRP, cast_NCKE, scale_NCK)
     factors = (scale_CK, stored_CK, delta_CK)
     sums = table_sums.add_labels(sums, own_CKE, factors, label_C, owned_C)
-    elsewhere_bar = _elsewhere_bar(elsewhere, lse_CK, weight_CK, pull_CK)
-    by_weight = (nll_C, likelihood.square(lse_CK))
-    return sums, (context_bar_CKE, weight_CK, by_weight, elsewhere_bar)
+    score_bar_CK = -weight_CK
+    if score_weights_C is not None:
+        score_bar_CK += score_weights_C[:, None]
+    elsewhere_bar = _elsewhere_bar(elsewhere, lse_CK, score_bar_CK, pull_CK)
+    terms = likelihood.terms(nll_C, score_CK, lse_CK)
+    return sums, (context_bar_CKE, weight_CK, terms, elsewhere_bar)
 
 
-def _elsewhere_bar(elsewhere, lse_CK, weight_CK, pull_CK):
+def _elsewhere_bar(elsewhere, lse_CK, score_bar_CK, pull_CK):
     """The gradients of what is elsewhere; None if nothing is."""
     if elsewhere is None:
         return None
     score_CK, own_CK, owned_C = elsewhere
-    score_bar_CK = jnp.where(owned_C[:, None], -weight_CK, 0.0)
+    score_bar_CK = jnp.where(owned_C[:, None], score_bar_CK, 0.0)
     lse_bar_CK = pull_CK * jnp.exp(own_CK - lse_CK)
     return Elsewhere(
         score_bar_CK.astype(score_CK.dtype), lse_bar_CK.astype(own_CK.dtype), None

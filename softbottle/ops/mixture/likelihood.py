@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -132,27 +132,42 @@ def posterior(
     return jnp.exp(log_prior_TK + score_TK - lse_TK + nll_T[:, None])
 
 
+class Terms(NamedTuple):
+    """What the weights of the tokens weigh, in the order of `Targets`, [T] each."""
+
+    nll_T: jax.Array
+    square_T: jax.Array
+    score_T: jax.Array
+
+
+def terms(nll_T: jax.Array, score_TK: jax.Array, lse_TK: jax.Array) -> Terms:
+    """The nll, the log-normalizers' mean square, and the sum of the label's scores."""
+    return Terms(nll_T, square(lse_TK), jnp.sum(score_TK, axis=-1))
+
+
 def square(lse_TK: jax.Array) -> jax.Array:
     """The mean over the components of the squared log-normalizers, [T]."""
     return jnp.mean(jnp.square(lse_TK), axis=-1)
 
 
-def weighted(targets: Targets, nll_T: jax.Array, square_T: jax.Array) -> jax.Array:
-    """sum_t weight[t] nll[t], and the squared log-normalizers by their own weights."""
-    total = jnp.sum(targets.weights_T * nll_T)
-    if targets.z_weights_T is None:
-        return total
-    return total + jnp.sum(targets.z_weights_T * square_T)
+def weighted(targets: Targets, terms: Terms) -> jax.Array:
+    """The sum of all terms of all tokens, each by its own weight."""
+    total = jnp.sum(targets.weights_T * terms.nll_T)
+    for weight_T, term_T in zip(targets[2:], terms[1:], strict=True):
+        if weight_T is not None:
+            total += jnp.sum(weight_T * term_T)
+    return total
 
 
-def weighted_and_bars(
-    targets: Targets, nll_T: jax.Array, square_T: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array | None]]:
-    """`weighted`, and its gradients by the two kinds of weights."""
+def weighted_and_bars(targets: Targets, terms: Terms) -> tuple[jax.Array, Targets]:
+    """`weighted`, and its gradients by the weights."""
     wide = targets.weights_T.dtype
-    nll_T, square_T = nll_T.astype(wide), square_T.astype(wide)
-    z_bar_T = None if targets.z_weights_T is None else square_T
-    return weighted(targets, nll_T, square_T), (nll_T, z_bar_T)
+    terms = Terms(*(term.astype(wide) for term in terms))
+    pairs = zip(targets[1:], terms, strict=True)
+    # Labels have no gradient, nor have weights that there are not.
+    bars: list[Any] = [None if weight is None else term for weight, term in pairs]
+    labels_bar: Any = None
+    return weighted(targets, terms), Targets(labels_bar, *bars)
 
 
 def lse_weight(
@@ -182,7 +197,7 @@ def loss_from(
     )
     score_TK, lse_TK = beside(score_TK, lse_TK, elsewhere)
     nll_T = nll(log_prior_TK, score_TK, lse_TK)
-    return weighted(targets, nll_T, square(lse_TK))
+    return weighted(targets, terms(nll_T, score_TK, lse_TK))
 
 
 def vary(

@@ -46,7 +46,7 @@ def in_pieces(options, activation, *arrays):
     z_TKS = jnp.einsum("tke,se->tks", mixture.context_TKE, table_VE[:FIRST])
     z_TKS = z_TKS + bias_V[None, None, :FIRST]
     g_TKS = activation.apply(activation.theta, z_TKS)
-    labels_T, weights_T, _ = targets
+    labels_T, weights_T, *_ = targets
     owned_T = labels_T < FIRST
     place_T = jnp.where(owned_T, labels_T, 0)
     score_TK = g_TKS[jnp.arange(TOKENS), :, place_T]

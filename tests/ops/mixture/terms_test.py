@@ -1,4 +1,4 @@
-"""The squared log-normalizers beside the loss, in one pass and one gradient."""
+"""Squared log-normalizers and scores beside the loss, in one pass and one gradient."""
 
 import functools
 
@@ -18,15 +18,16 @@ from tests import oracle
 from tests.ops.mixture.problem import make_problem
 
 LEARNED = Activation(generalized, params=(jnp.asarray(0.5), jnp.asarray(1.75)))
-BY = (0, 1, 2, 3, 5, 6)  # the labels, 4, have no gradient
+BY = (0, 1, 2, 3, 5, 6, 7)  # the labels, 4, have no gradient
 
 
 def make_point():
-    """A problem, one of whose tokens has no weight, and weights of the squares."""
+    """A problem, one of whose tokens has no weight, and weights of the terms."""
     problem = make_problem(tokens=13, components=3, width=8, vocab=90)
     problem.weights_T[4] = 0
     z_weights_T = np.where(problem.weights_T == 0, 0, np.linspace(0.1, 0.7, 13))
-    return *problem, z_weights_T
+    score_weights_T = np.where(problem.weights_T == 0, 0, np.linspace(-0.6, 0.4, 13))
+    return *problem, z_weights_T, score_weights_T
 
 
 def loss(options, activation, log_prior_TK, context_TKE, table_VE, bias_V, *targets):
@@ -37,7 +38,7 @@ def loss(options, activation, log_prior_TK, context_TKE, table_VE, bias_V, *targ
 
 def dense(center, slope, log_prior_TK, context_TKE, table_VE, bias_V, labels_T, *rest):
     """The formula itself, on [T, K, V]."""
-    weights_T, z_weights_T = rest
+    weights_T, z_weights_T, score_weights_T = rest
     z_TKV = jnp.einsum("tke,ve->tkv", context_TKE, table_VE) + bias_V[None, None]
     shifted = z_TKV - center
     g_TKV = slope * shifted - (slope - 1) * jnp.logaddexp(0.0, shifted)
@@ -45,7 +46,11 @@ def dense(center, slope, log_prior_TK, context_TKE, table_VE, bias_V, labels_T, 
     log_p_TKV = jax.nn.log_softmax(g_TKV, axis=2) + log_prior_TK[:, :, None]
     log_p_TV = jax.nn.logsumexp(log_p_TKV, axis=1)
     nll_T = -jnp.take_along_axis(log_p_TV, labels_T[:, None], axis=1)[:, 0]
-    return jnp.sum(weights_T * nll_T + z_weights_T * jnp.mean(lse_TK**2, axis=1))
+    score_TKV = jnp.sum(g_TKV + center, axis=1)
+    score_T = jnp.take_along_axis(score_TKV, labels_T[:, None], axis=1)[:, 0]
+    square_T = jnp.mean(lse_TK**2, axis=1)
+    terms = (weights_T * nll_T, z_weights_T * square_T, score_weights_T * score_T)
+    return sum(map(jnp.sum, terms))
 
 
 @functools.cache
@@ -58,9 +63,9 @@ def wanted(center, slope):
 
 def without_padding(result):
     """The gradient by a weight of 0 is 0 here, and something in the formula."""
-    value, (*bars, weights_bar_T, z_bar_T) = result
+    value, bars = result
     kept_T = np.arange(13) != 4
-    return value, (*bars, weights_bar_T[kept_T], z_bar_T[kept_T])
+    return value, (*bars[:4], *(bar_T[kept_T] for bar_T in bars[4:]))
 
 
 @pytest.mark.parametrize("budget", [2**12, 2**40])
@@ -86,7 +91,7 @@ def test_a_split_vocabulary_gives_the_same():
     split = jax.shard_map(
         functools.partial(loss, options, SIGSOFTMAX),
         mesh=mesh,
-        in_specs=(P(), P(), P("model"), P("model"), P(), P(), P()),
+        in_specs=(P(), P(), P("model"), P("model"), P(), P(), P(), P()),
         out_specs=P(),
     )
     ours = jax.jit(jax.value_and_grad(split, BY))(
