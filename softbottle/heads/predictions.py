@@ -4,6 +4,7 @@ A mixture that meets the whole vocabulary is `OfMixture`. A head that treats som
 in another way has predictions of its own (mixtape.py).
 """
 
+import dataclasses
 from typing import NamedTuple, Protocol, Self
 
 import jax
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 
 from softbottle import ops
 from softbottle.ops.mixture import likelihood, reductions
-from softbottle.ops.mixture.activations import Activation, identity
+from softbottle.ops.mixture.activations import Activation, divided, identity
 from softbottle.ops.mixture.arrays import Mixture, Targets, Vocabulary
 from softbottle.ops.mixture.options import Options
 from softbottle.ops.mixture.sampling import Sampling
@@ -98,16 +99,13 @@ class OfMixture(NamedTuple):
 
     def tempered(self, temperature: float) -> Self:
         """See `Predictions`."""
-        mixture, words = self.mixture, self.words
-        return self._replace(
-            mixture=mixture._replace(context_TKE=mixture.context_TKE / temperature),
-            words=words._replace(bias_V=words.bias_V / temperature),
-        )
+        return self._replace(activation=divided(temperature))
 
     def mean_score(self) -> jax.Array:
         """See `Predictions`."""
-        context_TKE = self.mixture.context_TKE
-        return likelihood.mean_logit(context_TKE, self.words, self.options)[:, 0]
+        tokens = (self.mixture.context_TKE, self.words)
+        mean_T1 = likelihood.mean_logit(*tokens, self.options)
+        return self.activation.apply(self.activation.theta, mean_T1)[:, 0]
 
     def source(self) -> reductions.Source:
         """See `Predictions`."""
@@ -150,7 +148,10 @@ class OfMixture(NamedTuple):
         """See `Predictions`; of one component no normalizer is needed."""
         log_prior_TK = self.mixture.log_prior_TK
         lse_TK = jnp.zeros_like(log_prior_TK) if log_prior_TK.shape[1] == 1 else None
-        how = (self.activation, self.options, lse_TK)
+        # In blocks as large as a loss has them, not as small as decoding needs.
+        options = self.options.resolve()
+        options = dataclasses.replace(options, budget_bytes=options.block_bytes)
+        how = (self.activation, options, lse_TK)
         return ops.top_k(self.mixture, self.words, 1, *how)[1][:, 0]
 
     def sample(

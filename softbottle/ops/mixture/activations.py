@@ -1,6 +1,6 @@
 """Pointwise log-activations g, so that a head is P(v) = exp g(z_v) / sum_w exp g(z_w).
 
-    softmax      g(z) = z
+    softmax      g(z) = z, or z over a temperature
     sigsoftmax   g(z) = z + log sigmoid(z) = 2z - softplus(z)
     GSS          g(z) = slope (z - center) + center - (slope - 1) softplus(z - center)
     PLIF         g(z) = piecewise linear and increasing, with learned slopes
@@ -21,7 +21,7 @@ LOG2_E = math.log2(math.e)
 # The logit of a row that is no word: finite, so that g of it is finite.
 DEAD = -1e30
 
-Base2 = Callable[[tuple, jax.Array], tuple[jax.Array, jax.Array | None]]
+Base2 = Callable[[tuple, jax.Array], tuple[jax.Array, jax.Array | float | None]]
 
 
 class Activation(NamedTuple):
@@ -61,6 +61,12 @@ def identity(theta: tuple, z: jax.Array) -> jax.Array:
     """g(z) = z."""
     del theta
     return z
+
+
+def scaled(theta: tuple, z: jax.Array) -> jax.Array:
+    """g(z) = factor z."""
+    (factor,) = theta
+    return jnp.asarray(factor, z.dtype) * z
 
 
 def add_log_sigmoid(theta: tuple, z: jax.Array) -> jax.Array:
@@ -132,6 +138,12 @@ def identity_base2(theta: tuple, z2: jax.Array) -> tuple[jax.Array, None]:
     return z2, None
 
 
+def scaled_base2(theta: tuple[float], z2: jax.Array) -> tuple[jax.Array, float]:
+    """g = factor z, and g' = factor."""
+    (factor,) = theta
+    return factor * z2, factor
+
+
 def add_log_sigmoid_base2(theta: tuple, z2: jax.Array) -> tuple[jax.Array, jax.Array]:
     """g = z - log(1 + exp(-z)) and g' = 2 - sigmoid(z)."""
     del theta
@@ -159,4 +171,11 @@ def _softplus_and_sigmoid(z2):
 
 
 SOFTMAX = Activation(identity, base2=identity_base2)
+# Those that are a number times the logit.
+LINEAR = (identity, scaled)
 SIGSOFTMAX = Activation(add_log_sigmoid, base2=add_log_sigmoid_base2)
+
+
+def divided(temperature: float) -> Activation:
+    """g(z) = z / temperature."""
+    return Activation(scaled, (1 / temperature,), base2=scaled_base2)

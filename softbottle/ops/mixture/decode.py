@@ -204,6 +204,9 @@ def top_k(fold: Fold, k: int, options: Options) -> tuple[jax.Array, jax.Array]:
 def _best(log_p_CW, k):
     """The k largest of each row and where they are; the first of equals first."""
     words = log_p_CW.shape[1]
+    if k == 1:
+        at_C1 = jnp.argmax(log_p_CW, axis=1, keepdims=True).astype(jnp.int32)
+        return jnp.max(log_p_CW, axis=1, keepdims=True), at_C1
     # For more than 16 XLA's GPU compiler sorts whole rows: short ones cost half.
     if not 16 < k < UNIT < words:
         return jax.lax.top_k(log_p_CW, k)

@@ -357,7 +357,7 @@ def _kernel_call(activation, classes, moments, processors, interpret, inputs):
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
             # Powers of two without a care for denormal results. GSS, which takes more
             # of them, spilled registers with it.
-            approx_math=activation.apply is activations.identity,
+            approx_math=activation.apply in activations.LINEAR,
         ),
         **({"interpret": interpret} if interpret else {}),
     )(*given)
