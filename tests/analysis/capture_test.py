@@ -50,12 +50,13 @@ def test_the_loss_and_the_divergence_are_those_of_the_dense_matrix():
     assert section.numbers["made"]["kl"] == pytest.approx(kl_NN.mean(), rel=1e-4)
 
 
-def test_an_instrument_without_its_arrays_has_no_section():
+def test_an_instrument_without_its_arrays_is_named_as_left_out():
     bare = make_capture(states=(), labels_N=None, ids=None)
-    titles = [
-        one.title for one in inspection.sections([bare], list(inspection.INSTRUMENTS))
-    ]
-    assert titles == ["Saturation", "What can be on top"]
+    sections = inspection.sections([bare], list(inspection.INSTRUMENTS))
+    titles = [section.title for section in sections]
+    assert titles == ["Saturation", "What can be on top", "Left out"]
+    absent = inspection.INSTRUMENTS.keys() - {"saturation", "argmax"}
+    assert sections[-1].numbers["skipped"].keys() == absent
 
 
 def test_heads_of_limited_rank_are_over_the_words_that_occur(monkeypatch):

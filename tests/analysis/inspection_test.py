@@ -48,8 +48,15 @@ def by_title(sections):
 @pytest.mark.slow
 def test_every_instrument_has_its_section_and_its_picture(sections):
     # These runs have neither a series of checkpoints nor attention.
+    *sections, left_out = sections
     assert len(sections) == len(inspection.RUNS) - 2
     assert all(section.figures and section.reading for section in sections)
+    absent = {"training": ["mos", "softmax"], "attention": ["mos", "softmax"]}
+    absent["argmax"] = ["mos"]
+    skipped = left_out.numbers["skipped"]
+    assert {name: list(reasons) for name, reasons in skipped.items()} == absent
+    assert left_out.title == "Left out" and not left_out.figures
+    assert "training (mos: it has no series" in left_out.reading
 
 
 def test_validations_of_runs_are_put_side_by_side(sections):
@@ -85,7 +92,9 @@ def test_a_run_that_is_left_out_of_a_section_is_named(workdirs):
 def test_every_field_that_an_instrument_needs_has_its_reason():
     bare = capture.Capture("nothing")
     names = list(inspection.INSTRUMENTS)
-    assert inspection.sections([bare], names) == []
+    (left_out,) = inspection.sections([bare], names)
+    assert list(left_out.numbers["skipped"]) == names
+    assert all(f"{name} (nothing: " in left_out.reading for name in names)
     skipped = inspection.sections([bare], names, asked=names)
     assert [section.title for section in skipped] == names
     assert all(section.reading.startswith("skipped: ") for section in skipped)
