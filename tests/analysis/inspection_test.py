@@ -9,6 +9,7 @@ import pytest
 from softbottle import config
 from softbottle.analysis import capture, inspection
 from softbottle.analysis.instruments import lowrank, scaling
+from softbottle.analysis.sources import run
 from softbottle.training import metrics
 from tests import commands, tiny
 
@@ -20,14 +21,14 @@ def workdirs(tmp_path_factory):
     """Runs as training leaves them, of random parameters: training is not looked at."""
     folder = tmp_path_factory.mktemp("runs")
     for head, components in (("mos", 2), ("softmax", 1)):
-        run, _ = tiny.make_narrow_run(
+        made, _ = tiny.make_narrow_run(
             *(head, components, WORDS, WIDTH),
             data__synthetic__train_tokens=900,
             data__synthetic__eval_tokens=300,
             model__table_range=3.0,
         )
-        tiny.write_run(folder / head, run)
-        start = {"config": config.to_dict(run.config)}
+        tiny.write_run(folder / head, made)
+        start = {"config": config.to_dict(made.config)}
         writer = metrics.Writer(folder / head, 0, start)
         for step in (1, 2):
             perplexity = 9.0 / components / step
@@ -107,6 +108,13 @@ def test_heads_of_limited_rank_are_trained_on_request(workdirs, monkeypatch):
     monkeypatch.setattr(lowrank, "train", quick)
     (section,) = inspection.of_runs(workdirs[1:], ["lowrank"], positions=200)
     assert list(section.numbers["softmax"]["ranks_R"]) == [1, 2, 3]
+
+
+def test_by_default_a_run_is_read_for_twice_the_rank_of_its_head(workdirs, monkeypatch):
+    for least, positions in ((4, 2 * (WIDTH + 2)), (30, 30)):
+        monkeypatch.setattr(run, "POSITIONS", least)
+        (section,) = inspection.of_runs(workdirs[1:], ["rank"])
+        assert section.numbers["softmax"]["ranks"]["shape"] == (positions, WORDS)
 
 
 def test_unknown_instruments_and_equal_names_are_errors(workdirs, tmp_path):

@@ -27,6 +27,7 @@ from softbottle.analysis import report
 from softbottle.analysis.capture import Capture, joined, present, real
 from softbottle.analysis.instruments import factors, mixture, predictions
 from softbottle.analysis.settings import Precision, Settings
+from softbottle.ops.mixture.activations import SOFTMAX
 
 ABOUT = report.About(
     "The log-probabilities of every word at every position are a matrix, and its rank "
@@ -40,12 +41,13 @@ LOSSES = (1e-3, 1e-4, 1e-5)  # of the sum of squares that an effective rank may 
 
 
 _GRAM_FLOOR = 1e-7  # some times the 1.5e-8 that its rounding is worth
+_LIFTED = "its logits are changed one by one after the table, which lifts that bound; "
 _LIMITED = {
     None: "",
-    "positions": "the sample is the limit here, not the head: more than {:,} positions "
-    "would tell (--positions); ",
-    "words": "the vocabulary is the limit here, not the head: it has no more than {:,} "
-    "words; ",
+    "positions": "the sample is the limit here, not the head: {:,} positions can show "
+    "no more, and a larger sample would (--positions); ",
+    "words": "the vocabulary is the limit here, not the head: {:,} words can show no "
+    "more; ",
 }
 
 
@@ -93,6 +95,8 @@ class HeadRanks(NamedTuple):
         kl: expected divergence between two contexts, in nats.
         mixing: None for a head of one component.
         loss: mean loss on the text, in nats; None where a run's metrics tell it.
+        lifted: whether a pointwise g, such as a soft-cap, lifts the bound of a softmax
+            that has the same table.
     """
 
     ranks: Ranks
@@ -100,14 +104,17 @@ class HeadRanks(NamedTuple):
     kl: float
     mixing: mixture.Mixing | None
     loss: float | None = None
+    lifted: bool = False
 
     @property
     def limit(self) -> str | None:
-        """What there is no more of than the bound, "positions" or "words".
+        """What the rank is limited by before the head: "positions" or "words".
 
-        The rank is then theirs and not the head's. None if there are more of both.
+        There are then as many of them as the rank, or no more than the bound. None if
+        the limit is the head's.
         """
-        if min(self.ranks.shape) > self.bound:
+        least = min(self.ranks.shape)
+        if least > self.bound and self.ranks.ranks[self.ranks.precision] != least:
             return None
         rows, columns = self.ranks.shape
         return "positions" if rows <= columns else "words"
@@ -289,7 +296,9 @@ def _of_softmax(capture, precision, bound):
             total -= float(np.sum(log_p_CV[np.arange(len(labels_C)), labels_C]))
             start += len(labels_C)
     ranks = ranks._replace(shape=(count, vocab))
-    return HeadRanks(ranks, bound, pairs.value, None, total / start if start else None)
+    loss = total / start if start else None
+    lifted = capture.activation.apply is not SOFTMAX.apply
+    return HeadRanks(ranks, bound, pairs.value, None, loss, lifted)
 
 
 def inspect(captures: Sequence[Capture], settings: Settings) -> report.Section:
@@ -304,8 +313,9 @@ def section(heads: dict[str, HeadRanks]) -> report.Section:
     lines = [
         f"{name}: rank {head.ranks.ranks[head.ranks.precision]:,} of at most "
         f"{min(head.ranks.shape):,}, where a softmax of its width stops at "
-        f"{head.bound:,}; {_LIMITED[head.limit].format(head.bound)}two contexts differ "
-        f"by {head.kl:.2f} nats on average."
+        f"{head.bound:,}; {_LIFTED if head.lifted else ''}"
+        f"{_LIMITED[head.limit].format(min(head.ranks.shape))}two contexts differ by "
+        f"{head.kl:.2f} nats on average."
         for name, head in heads.items()
     ]
     lines.append(

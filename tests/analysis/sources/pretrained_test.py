@@ -182,6 +182,7 @@ def test_soft_capped_logits_are_measured_as_such(tmp_path):
     rank = sections["Rank"].numbers["capped"]
     # The cap is no linear map of the states: the rank of a softmax is exceeded.
     assert rank["bound"] == DIM + 1 < rank["ranks"]["ranks"]["float32"]
+    assert rank["lifted"] and "which lifts that bound" in sections["Rank"].reading
     assert "skipped: capped: heads of limited rank" in sections["lowrank"].reading
     plain = np.concatenate(list(predictions.rows(found)))
     p_NV, labels_N = np.exp(plain.astype(float)), found.tokens[0].labels_T
