@@ -16,12 +16,14 @@ import numpy as np
 
 from softbottle import heads
 from softbottle.analysis.capture import Capture
+from softbottle.analysis.sources import gguf
 from softbottle.analysis.sources.reading import (
     Front,
     Model,
     Reading,
     Trace,
     capture,
+    first_line,
     imported,
     token_ids,
 )
@@ -36,12 +38,13 @@ class _Source(NamedTuple):
     """Where a model is, as transformers and as people say it.
 
     `bos` is what a GGUF file says of its beginning-of-sequence token: its id, () for
-    none, None if it says nothing.
+    none, None if it says nothing. `facts` are sentences on what else it says.
     """
 
     name: str
     where: dict[str, Any]
     bos: tuple[int, ...] | None = None
+    facts: tuple[str, ...] = ()
 
 
 def from_hf(name: pathlib.Path | str, reading: Reading) -> Capture:
@@ -74,17 +77,13 @@ def from_gguf(path: pathlib.Path | str, reading: Reading) -> Capture:
         ImportError: if PyTorch, transformers or gguf is missing.
     """
     path = pathlib.Path(path)
-    if not path.is_file():
-        raise ValueError(f"{path} is no file.")
-    with path.open("rb") as file:
-        if file.read(4) != b"GGUF":
-            raise ValueError(f"{path} is no GGUF file: it does not start with GGUF.")
+    said = gguf.read(path)
     where = {
         "pretrained_model_name_or_path": str(path.parent),
         "gguf_file": path.name,
         "local_files_only": True,
     }
-    return _read(_Source(path.stem, where, _gguf_bos(path)), reading)
+    return _read(_Source(path.stem, where, *said), reading)
 
 
 def _read(source, reading, **options):
@@ -118,7 +117,8 @@ def _read(source, reading, **options):
     change = _change(config, read(ids[:probe]))
     made = _measured(model, source.name, change)
     version = f"transformers {transformers.__version__}"
-    made = made._replace(facts=(_fact(model, made, version), *made.facts))
+    facts = _fact(model, made, version), *source.facts, *made.facts
+    made = made._replace(facts=facts)
 
     def trace(ids_S):
         passed = read(ids_S)
@@ -131,13 +131,21 @@ def _read(source, reading, **options):
 def _loaded(auto, name, settings):
     """The model; whatever transformers stumbles over is one error that names it."""
     try:
-        return auto.from_pretrained(**settings)
+        model, told = auto.from_pretrained(**settings, output_loading_info=True)
     except (OSError, ImportError):
         raise  # a file or a package that is missing, which the message names
     except Exception as error:
         raise ValueError(
-            f"transformers cannot read {name}: {_first_line(error)}"
+            f"transformers cannot read {name}: {first_line(error)}"
         ) from error
+    missing = sorted(told["missing_keys"])
+    if missing:
+        # It would go on with random numbers in their place.
+        raise ValueError(
+            f"{name} lacks {len(missing)} of its parameters, such as "
+            f"{vocab.printable(missing[0])}."
+        )
+    return model
 
 
 def _tokenizer(transformers, where):
@@ -145,39 +153,8 @@ def _tokenizer(transformers, where):
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
     except Exception as error:
-        return _first_line(error)
+        return first_line(error)
     return tokenizer if len(tokenizer) > len(tokenizer.all_special_ids) else "no words"
-
-
-def _first_line(error):
-    lines = str(error).strip().splitlines() or [""]
-    return vocab.printable(f"{type(error).__name__}: {lines[0][:200]}")
-
-
-def _gguf_bos(path):
-    """What a GGUF file says of the beginning of a text; transformers does not read it.
-
-    The key `add_bos_token` says whether there is a token for it. Where the key is
-    missing, llama.cpp adds one for SentencePiece ("llama") vocabularies.
-    """
-    gguf = imported("gguf", "gguf")
-    try:
-        reader = gguf.GGUFReader(path)
-        fields = [
-            reader.get_field(f"tokenizer.ggml.{key}")
-            for key in ("add_bos_token", "bos_token_id", "model")
-        ]
-        adds, bos, kind = (field and field.contents() for field in fields)
-    except Exception as error:
-        # A reader of bytes, which fails in many ways where they are damaged.
-        raise ValueError(
-            f"{path} is cut short or damaged: {_first_line(error)}"
-        ) from error
-    if adds is None and kind == "llama":
-        adds = True
-    if adds is None or (adds and bos is None):
-        return None
-    return (int(bos),) if adds else ()
 
 
 def _front(tokenizer, bos, ids):

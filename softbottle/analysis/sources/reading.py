@@ -20,6 +20,7 @@ import numpy as np
 
 from softbottle.analysis.capture import Capture, enough, of_softmax
 from softbottle.analysis.sources import arrays as arrays_lib
+from softbottle.data import vocab as vocab_lib
 from softbottle.ops.mixture.activations import SOFTMAX, Activation
 
 POSITIONS = 2048  # that are read by default, or more for a wide model
@@ -192,6 +193,12 @@ def imported(name: str, extra: str) -> ModuleType:
             f"this needs {name}, which is not installed: "
             f"pip install 'softbottle[{extra}]'"
         ) from error
+
+
+def first_line(error: Exception) -> str:
+    """What others' code raised, in one line that a terminal may show."""
+    lines = str(error).strip().splitlines() or [""]
+    return vocab_lib.printable(f"{type(error).__name__}: {lines[0][:200]}")
 
 
 def _behind(ids, front):

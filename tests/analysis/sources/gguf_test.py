@@ -44,7 +44,7 @@ def make_arrays():
     return {name: array.astype(np.float32) for name, array in arrays.items()}
 
 
-def make_file(path, add_bos=True, architecture="llama"):
+def make_file(path, add_bos=True, architecture="llama", without="", **more):
     import gguf
 
     writer = gguf.GGUFWriter(path, architecture)
@@ -66,8 +66,9 @@ def make_file(path, add_bos=True, architecture="llama"):
     writer.add_eos_token_id(BOS)
     if add_bos is not None:
         writer.add_add_bos_token(add_bos)
-    for name, array in make_arrays().items():
-        writer.add_tensor(name, array)
+    for name, array in (make_arrays() | more).items():
+        if name != without:
+            writer.add_tensor(name, array)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -157,6 +158,18 @@ def test_a_file_s_own_words_and_merges_make_its_tokenizer(tmp_path):
     assert section.numbers["tiny"]["bound"] == DIM + 1
 
 
+def test_rotations_that_transformers_passes_over_are_told(tmp_path):
+    reading = Reading(make_ids(tmp_path), 18, WINDOW)
+    factors = {"rope_freqs.weight": np.full(SIZE // 2, 2.0, np.float32)}
+    path = make_file(tmp_path / "turned.gguf", **factors)
+    found = hugging_face.from_gguf(path, reading)
+    assert any("Not read by transformers: rope_freqs" in f for f in found.facts)
+    plain = hugging_face.from_gguf(make_file(tmp_path / "tiny.gguf"), reading)
+    assert not any("Not read" in fact for fact in plain.facts)
+    # Should transformers come to read them, the sentence above is wrong.
+    np.testing.assert_array_equal(found.states[-1], plain.states[-1])
+
+
 def test_files_that_cannot_be_read_are_refused_in_one_line(tmp_path):
     whole = make_file(tmp_path / "tiny.gguf").read_bytes()
     reading = Reading(make_ids(tmp_path), 18, WINDOW)
@@ -168,3 +181,6 @@ def test_files_that_cannot_be_read_are_refused_in_one_line(tmp_path):
     odd = make_file(tmp_path / "odd.gguf", architecture="unheard_of")
     with pytest.raises(ValueError, match="odd.*unheard_of"):
         hugging_face.from_gguf(odd, reading)
+    part = make_file(tmp_path / "part.gguf", without="blk.1.attn_q.weight")
+    with pytest.raises(ValueError, match="part lacks 1 of its parameters.*q_proj"):
+        hugging_face.from_gguf(part, reading)
