@@ -352,7 +352,8 @@ def _draw_spectra(heads):
         relative = relative[relative > lowest]
         if len(relative) < len(head.ranks.sigma):
             relative = np.append(relative, lowest)  # a fall out of sight, and no more
-        (line,) = axes.loglog(np.arange(1, len(relative) + 1), relative, label=name)
+        label = name if len(heads) > 1 else None
+        (line,) = axes.loglog(np.arange(1, len(relative) + 1), relative, label=label)
         tolerance = head.ranks.tolerances[head.ranks.precision] / head.ranks.sigma[0]
         axes.axhline(tolerance, color=line.get_color(), linestyle=":")
     for bound in sorted({head.bound for head in heads.values()}):

@@ -33,14 +33,14 @@ def read(path: pathlib.Path) -> Said:
 
     Raises:
         ValueError: if the file is no GGUF file, or damaged.
-        ImportError: if the package gguf is missing.
+        ImportError: if gguf or accelerate is missing, which transformers needs for it.
     """
     if not path.is_file():
         raise ValueError(f"{path} is no file.")
     with path.open("rb") as file:
         if file.read(len(_MAGIC)) != _MAGIC:
             raise ValueError(f"{path} is no GGUF file: it does not start with GGUF.")
-    gguf = imported("gguf", "gguf")
+    gguf, _ = imported("gguf", "gguf"), imported("accelerate", "gguf")
     try:
         reader = gguf.GGUFReader(path)
         adds, bos, kind = (
@@ -58,7 +58,7 @@ def read(path: pathlib.Path) -> Said:
     if scaling not in (None, "none") and architecture != "gpt-oss":
         turned.append(f"rope.scaling.type {vocab.printable(str(scaling)[:40])}")
     facts = (
-        f"Not read by transformers: {', '.join(turned)}. Positions are turned as if the "
+        f"Not read by transformers: {', '.join(turned)}. Positions turn as if the "
         "file had none; --hf with the model's own folder applies it.",
     )
     if adds is None and kind == "llama":

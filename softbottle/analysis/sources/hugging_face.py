@@ -74,7 +74,7 @@ def from_gguf(path: pathlib.Path | str, reading: Reading) -> Capture:
 
     Raises:
         ValueError: if the file is no GGUF file, and as `from_hf`.
-        ImportError: if PyTorch, transformers or gguf is missing.
+        ImportError: if PyTorch, transformers, accelerate or gguf is missing.
     """
     path = pathlib.Path(path)
     said = gguf.read(path)

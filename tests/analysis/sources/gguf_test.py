@@ -25,8 +25,10 @@ PARTS = {
     "ffn_norm": (DIM,),
 }
 pytestmark = pytest.mark.skipif(
-    not all(map(importlib.util.find_spec, ("torch", "transformers", "gguf"))),
-    reason="needs torch, transformers and gguf: pip install 'softbottle[gguf]'",
+    not all(
+        map(importlib.util.find_spec, ("torch", "transformers", "accelerate", "gguf"))
+    ),
+    reason="needs transformers, accelerate and gguf: pip install 'softbottle[gguf]'",
 )
 
 

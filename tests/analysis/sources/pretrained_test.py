@@ -295,6 +295,7 @@ def test_of_a_gguf_file_transformers_is_asked_for_that_file_alone(
     monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace())
     monkeypatch.setitem(sys.modules, "transformers", stand_in)
     monkeypatch.setitem(sys.modules, "gguf", types.SimpleNamespace(GGUFReader=Reader))
+    monkeypatch.setitem(sys.modules, "accelerate", types.SimpleNamespace())
     path = tmp_path / "a.gguf"
     path.write_bytes(b"GGUF")
     with pytest.raises(ValueError, match="transformers cannot read a: KeyError"):
