@@ -152,7 +152,7 @@ class Capture:
             stretch of the text (beginning of sequence); None if there are none.
         text: whose n-grams are counted.
         validations: lines of a run's metrics, if one of them is a validation.
-        series: a run's checkpoints at log-spaced steps, read one at a time.
+        series: a run's checkpoints along its training, read one at a time.
         attention_rows: of an attention layer by itself.
         models: of several sizes.
         activation: g, where there is no `readout` and the head is softmax(g(h W' + b)).
