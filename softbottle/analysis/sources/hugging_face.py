@@ -222,7 +222,7 @@ class _Change(NamedTuple):
 
 
 class _Pass(NamedTuple):
-    """One pass: states by layer, attention by layer, logits before and after."""
+    """One pass: states and attention by layer; of its end, logits before and after."""
 
     states: list[Any]
     attentions: Any
@@ -291,12 +291,14 @@ def _pass(torch, model, name, ids_S):
             )
             if not read:
                 raise ValueError(f"{name} does not call its output table as a layer.")
-            plain_SV = head(read[0])[0]
+            # The last of them are enough: all logits of a window may be gigabytes.
+            plain_SV = head(read[0][0, -_PROBE:])
     finally:
         hook.remove()
     states = [*output.hidden_states[:-1], read[0]]
     attentions = getattr(output, "attentions", None)
-    return _Pass(states, attentions, _numpy(plain_SV), _numpy(output.logits[0]))
+    logits_SV = output.logits[0, -_PROBE:]
+    return _Pass(states, attentions, _numpy(plain_SV), _numpy(logits_SV))
 
 
 def _trace(passed):
