@@ -146,7 +146,7 @@ sorted(path.name for path in folder.iterdir())
 # ```
 #
 # SmolLM2-135M-Instruct, 576 wide with 49,152 tokens, on WikiText-2
-# (`docs/results/smollm2.md`, 22.5 minutes of processor time on two ARM cores for all
+# (`docs/results/smollm2.md`, 26.6 minutes of processor time on two ARM cores for all
 # instruments):
 #
 # - **Rank**: 577 = *d* + 1, a cliff four orders of magnitude high. The bound is met

@@ -201,7 +201,9 @@ class Train(Section):
     checkpoint_every: int = positive(500)  # steps per checkpoint
     # newest checkpoints that are kept: one is there while another is written
     keep: int = within(2, 2)
-    series: bool = False  # also keep checkpoints at log-spaced steps
+    # also keep the parameters after 1, 2, 4, ... steps, evenly spaced later, the last
+    series: bool = False
+    series_every: int = positive(1000)  # steps per checkpoint of a series, from there
     init_from: str | None = None  # start from the best checkpoint of this run
     profile_steps: int | None = positive(None)  # trace so many steps
     # stop if a validation is no better than all but the last so many

@@ -2,14 +2,14 @@
 
 Every source (a run, a GGUF file, a Hugging Face model, arrays, a text) yields this one
 type. A field that a source cannot fill, or was not asked to, is None; the instruments
-that need it are left out (inspection.py).
+that need it are left out, and say why (inspection.py).
 
 Axes: N and M positions, L layers (of `AttentionRows`: tokens), W stretches of S
-positions, H attention heads, R rows of attention, M also models.
+positions, P tokens before each, H attention heads, R rows of attention, M also models.
 """
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -145,12 +145,19 @@ class Capture:
             no linear map ranks the words.
         states: [N, D] by layer, the embedded words first; the head reads the last.
         logits_LWHS: attention logits of the last position of each of W stretches of S
-            positions, by layer and head, N = W S.
+            positions, by layer and head, N = W (S - P).
+        spans_L: how many tokens that position sees in each layer, the last ones; None
+            for all S.
+        front: [W, P, D] by layer, the states of the tokens that are read before each
+            stretch of the text (beginning of sequence); None if there are none.
         text: whose n-grams are counted.
         validations: lines of a run's metrics, if one of them is a validation.
-        series: a run's checkpoints at log-spaced steps, read one at a time.
+        series: a run's checkpoints along its training, read one at a time.
         attention_rows: of an attention layer by itself.
         models: of several sizes.
+        activation: g, where there is no `readout` and the head is softmax(g(h W' + b)).
+        facts: sentences on what was read, and how.
+        absent: by field, why this source could not fill it.
     """
 
     name: str
@@ -163,11 +170,16 @@ class Capture:
     trials: Trials | None = None
     states: Sequence[np.ndarray] | None = None
     logits_LWHS: np.ndarray | None = None
+    spans_L: np.ndarray | None = None
+    front: Sequence[np.ndarray] | None = None
     text: Text | None = None
     validations: list[dict[str, Any]] | None = None
     series: Iterable[Checkpoint] | None = None
     attention_rows: AttentionRows | None = None
     models: Models | None = None
+    activation: Activation = SOFTMAX
+    facts: tuple[str, ...] = ()
+    absent: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 def of_softmax(
@@ -179,8 +191,9 @@ def of_softmax(
     logits_LWHS: np.ndarray | None = None,
     ids: np.ndarray | None = None,
     frozen_MD: np.ndarray | None = None,
+    activation: Activation = SOFTMAX,
 ) -> Capture:
-    """The capture of a model whose head is softmax(h W' + b).
+    """The capture of a model whose head is softmax(g(h W' + b)).
 
     Args:
         name: of the model.
@@ -192,6 +205,7 @@ def of_softmax(
         ids: the whole text in tokens, or None.
         frozen_MD: what the head reads along more of the text, from its start, for
             instruments that train; None if `states` are all.
+        activation: g, of which nothing is trained.
 
     Raises:
         ValueError: for shapes that disagree or entries that are not finite.
@@ -203,6 +217,9 @@ def of_softmax(
     frozen = labeled
     if labeled and frozen_MD is not None and len(frozen_MD) > len(states[-1]):
         frozen = Tokens(frozen_MD, present("text", ids)[1 : len(frozen_MD) + 1])
+    absent = {}
+    if activation.apply is not SOFTMAX.apply and frozen is not None:
+        frozen, absent["frozen"] = None, "heads of limited rank are cut from a softmax"
     large = (dim // 4, dim // 2, dim) if dim <= _WIDE else (4,)
     words = np.linspace(0, vocab - 1, min(vocab, WORDS)).astype(int)
     return Capture(
@@ -210,13 +227,23 @@ def of_softmax(
         table_VD,
         bias_V,
         tokens=[last] if last else None,
-        mixed=_mixed(labeled, table_VD) if labeled else None,
+        mixed=_mixed(labeled, table_VD, activation) if labeled else None,
         frozen=frozen,
         trials=Trials(words, sizes_below(vocab, (1, 2, *large)), 5),
         states=list(states) or None,
         logits_LWHS=logits_LWHS,
         text=None if ids is None else Text(ids, vocab, 2 * dim, "text in tokens of {}"),
+        activation=activation,
+        absent=absent,
     )
+
+
+def enough(width: int, least: int) -> int:
+    """Positions to read by default: twice the rank d + 2 that a softmax can show.
+
+    With no more than d + 2 of them the sample, and not the head, limits the rank.
+    """
+    return max(least, 2 * (width + 2))
 
 
 def present(field: str, value: T | None) -> T:
@@ -273,7 +300,7 @@ def real(
     return np.asarray(values, dtype)
 
 
-def _mixed(tokens, table_VD):
+def _mixed(tokens, table_VD, activation):
     """One component, whose context is the state itself."""
     hidden_TD = tokens.hidden_TD[:SAMPLE]
     dim = table_VD.shape[1]
@@ -282,7 +309,8 @@ def _mixed(tokens, table_VD):
         np.zeros((len(hidden_TD), 1), np.float32),
         hidden_TD[:, None],
         tokens.labels_T[:SAMPLE],
-        ranks=powers(int(width)),
+        activation,
+        powers(int(width)),
     )
 
 

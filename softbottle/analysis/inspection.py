@@ -2,6 +2,8 @@
 
 An instrument is wired once, whatever the captures come from: it names the fields of
 `Capture` that it needs, and captures in which one is None are left out of its section.
+Every one that is left out is named with the reason, by the instrument that was asked
+for or in one section at the end.
 
 Axes of fields: L layers, W stretches of S positions, H attention heads.
 """
@@ -92,20 +94,21 @@ def sections(
     *,
     asked: Sequence[str] = (),
 ) -> list[Section]:
-    """Sections on captures side by side; an instrument without its arrays has none.
+    """Sections on captures side by side, and what was left out with the reason.
 
     Args:
         captures: what is looked at; their names differ.
         names: from `INSTRUMENTS`, in the order of the report.
         settings: how closely.
         asked: those of the names that were asked for one by one. Where such an
-            instrument leaves a capture out, a section says why.
+            instrument leaves a capture out, a section in its place says why; for all
+            others the last section does.
 
     Raises:
         ValueError: for an unknown instrument, or what an instrument refuses.
     """
     check(names)
-    written = []
+    written, left_out = [], {}
     for name in names:
         instrument = INSTRUMENTS[name]
         reasons = {capture.name: _absent(capture, instrument) for capture in captures}
@@ -116,7 +119,9 @@ def sections(
         reasons = {key: reason for key, reason in reasons.items() if reason}
         if reasons and name in asked:
             written.append(_skipped(name, reasons))
-    return written
+        elif reasons:
+            left_out[name] = reasons
+    return [*written, _left_out(left_out)] if left_out else written
 
 
 def check(names: Sequence[str]) -> None:
@@ -130,7 +135,7 @@ def of_runs(
     workdirs: Sequence[pathlib.Path | str],
     asked: Sequence[str] | None = None,
     split: Split = "test",
-    positions: int = 8192,
+    positions: int | None = None,
     settings: Settings = DEFAULT,
 ) -> list[Section]:
     """Sections on one run, or on several side by side.
@@ -139,7 +144,7 @@ def of_runs(
         workdirs: the runs' folders; a run is called by its folder's name.
         asked: names from `INSTRUMENTS`, in the order of the report; None for `RUNS`.
         split: the text that is read, "train", "valid" or "test".
-        positions: how much of it.
+        positions: how much of it; None as `run.read`.
         settings: how closely.
 
     Raises:
@@ -173,10 +178,16 @@ def of_arrays(
     Raises:
         ValueError: for an unknown instrument, and as `arrays.capture`.
     """
-    names = BARE if asked is None else asked
-    check(names)
-    names = [*names, *(name for name in _ALWAYS if name not in names)]
+    check(BARE if asked is None else asked)
     capture = arrays.capture(path)
+    # A file without a head is not asked for what needs one.
+    bare = BARE if capture.table_VE is not None else ()
+    names = list(bare if asked is None else asked)
+    names += [
+        name
+        for name in _ALWAYS
+        if name not in names and not _absent(capture, INSTRUMENTS[name])
+    ]
     try:
         return sections([capture], names, settings, asked=asked or ())
     except ValueError as error:
@@ -214,7 +225,7 @@ def of_pretrained(
     """Sections on a model that others trained.
 
     Args:
-        capture: of `llama.from_gguf` or `hugging_face.from_hf`.
+        capture: of `hugging_face.from_hf` or `hugging_face.from_gguf`.
         asked: names from `INSTRUMENTS`; None for `PRETRAINED`.
         settings: how closely.
 
@@ -228,10 +239,19 @@ def of_pretrained(
 def _absent(capture, instrument):
     """Why an instrument leaves a capture out, or None."""
     absent = (need for need in instrument.needs if getattr(capture, need) is None)
-    return next((_ABSENT[need] for need in absent), None)
+    return next((capture.absent.get(need, _ABSENT[need]) for need in absent), None)
 
 
 def _skipped(name, reasons):
     """The line that stands for an instrument, or for the captures it leaves out."""
     causes = "; ".join(f"{key}: {reason}" for key, reason in reasons.items())
     return Section(name, f"skipped: {causes}.", [], {"skipped": reasons})
+
+
+def _left_out(skipped):
+    """The section on instruments that run by default and could not."""
+    lines = [
+        f"{name} ({'; '.join(f'{key}: {reason}' for key, reason in reasons.items())})"
+        for name, reasons in skipped.items()
+    ]
+    return Section("Left out", f"{', '.join(lines)}.", [], {"skipped": skipped})

@@ -67,8 +67,19 @@ class Section(NamedTuple):
     about: About | None = None
 
 
-def write(folder: pathlib.Path | str, title: str, sections: Sequence[Section]) -> None:
+def write(
+    folder: pathlib.Path | str,
+    title: str,
+    sections: Sequence[Section],
+    header: Sequence[str] = (),
+) -> None:
     """Write `report.html`, `report.json` and a PNG for each figure.
+
+    Args:
+        folder: where they go; it is made.
+        title: of the page.
+        sections: of the page, in order.
+        header: sentences beneath the title, on what was read and how.
 
     Raises:
         ValueError: if there is nothing to report, or two figures share a name.
@@ -80,10 +91,12 @@ def write(folder: pathlib.Path | str, title: str, sections: Sequence[Section]) -
         )
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    body = "".join(_section(folder, section) for section in sections)
+    body = _header(header)
+    body += "".join(_section(folder, section) for section in sections)
     title = html.escape(title)
     files.replace(folder / "report.html", _PAGE.format(title=title, body=body))
-    numbers = {section.title: plain(section.numbers) for section in sections}
+    numbers: dict[str, Any] = {"header": list(header)} if header else {}
+    numbers |= {section.title: plain(section.numbers) for section in sections}
     files.replace(folder / "report.json", json.dumps(numbers, indent=2))
 
 
@@ -98,6 +111,11 @@ def plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
+
+
+def _header(lines):
+    items = "".join(f"<li>{html.escape(line)}</li>" for line in lines)
+    return f'<ul class="header">{items}</ul>' if lines else ""
 
 
 def _section(folder, section):
@@ -173,6 +191,7 @@ img {{ width: 100%; height: auto; background: white; border-radius: .4rem; }}
 figcaption, summary {{ color: var(--soft); }}
 .about {{ border-left: .2rem solid var(--line); padding-left: .8rem;
   color: var(--soft); }}
+.header {{ padding-left: 1.1rem; font-size: .92rem; }}
 details, figure div {{ overflow-x: auto; }}
 table {{ border-collapse: collapse; font-size: .85rem; overflow-wrap: normal; }}
 th, td {{ text-align: left; vertical-align: top; padding: .15rem .6rem .15rem 0;

@@ -17,7 +17,7 @@ from typing import cast
 from softbottle.analysis import inspection, report
 from softbottle.analysis.instruments import rank
 from softbottle.analysis.settings import Precision, Settings
-from softbottle.analysis.sources import hugging_face, llama
+from softbottle.analysis.sources import hugging_face
 from softbottle.analysis.sources.reading import Reading
 from softbottle.cli import program
 from softbottle.cli.program import app, flags
@@ -33,7 +33,9 @@ ARRAYS = flags.DEFINE_string(
 HF = flags.DEFINE_string(
     "hf", None, "A Hugging Face causal language model: a folder, or a name on the hub."
 )
-GGUF = flags.DEFINE_string("gguf", None, "A pretrained model in a GGUF file.")
+GGUF = flags.DEFINE_string(
+    "gguf", None, "A pretrained model in a GGUF file that transformers can read."
+)
 TEXTS = flags.DEFINE_multi_string(
     "text",
     [],
@@ -49,7 +51,11 @@ INSTRUMENTS = flags.DEFINE_list(
 )
 SPLIT = flags.DEFINE_enum("split", "test", ["train", "valid", "test"], "Which text.")
 POSITIONS = flags.DEFINE_integer(
-    "positions", None, "How much of it: 8192 for runs, else 2048.", lower_bound=2
+    "positions",
+    None,
+    "How much of it: 8192 for runs, else 2048, and for a model of width d at least "
+    "2 (d + 2), so that the rank is not the sample's.",
+    lower_bound=2,
 )
 WINDOW = flags.DEFINE_integer(
     "window", 512, "Tokens that a pretrained model reads at a time.", lower_bound=8
@@ -83,8 +89,10 @@ def main() -> None:
         inspection.check(asked)
     precision = cast(Precision, PRECISION.value)
     settings = Settings(ORDER.value, DIMENSIONS.value, precision)
-    title, sections = _sections(asked, settings)
-    report.write(OUT.value, title, sections)
+    title, header, sections = _sections(asked, settings)
+    report.write(OUT.value, title, sections, header)
+    for line in header:
+        print(line)
     for section in sections:
         print(f"{section.title}: {section.reading}")
     print(f"wrote {OUT.value}/report.html")
@@ -93,13 +101,14 @@ def main() -> None:
 def _sections(asked, settings):
     if ARRAYS.value:
         sections = inspection.of_arrays(ARRAYS.value, asked, settings)
-        return pathlib.Path(ARRAYS.value).name, sections
+        return pathlib.Path(ARRAYS.value).name, (), sections
     if HF.value or GGUF.value:
         return _pretrained(asked, settings)
     if TEXTS.value:
-        return _title(TEXTS), inspection.of_texts(TEXTS.value, asked, settings)
-    read = SPLIT.value, POSITIONS.value or 8192
-    return _title(WORKDIRS), inspection.of_runs(WORKDIRS.value, asked, *read, settings)
+        return _title(TEXTS), (), inspection.of_texts(TEXTS.value, asked, settings)
+    read = SPLIT.value, POSITIONS.value
+    sections = inspection.of_runs(WORKDIRS.value, asked, *read, settings)
+    return _title(WORKDIRS), (), sections
 
 
 def _title(paths):
@@ -109,11 +118,10 @@ def _title(paths):
 def _pretrained(asked, settings):
     if len(TEXTS.value) != 1:
         raise app.UsageError("a pretrained model needs one --text to read")
-    reading = Reading(
-        TEXTS.value[0], POSITIONS.value or 2048, WINDOW.value, FROZEN.value
-    )
+    reading = Reading(TEXTS.value[0], POSITIONS.value, WINDOW.value, FROZEN.value)
     if HF.value:
         capture = hugging_face.from_hf(HF.value, reading)
     else:
-        capture = llama.from_gguf(GGUF.value, reading)
-    return capture.name, inspection.of_pretrained(capture, asked, settings)
+        capture = hugging_face.from_gguf(GGUF.value, reading)
+    sections = inspection.of_pretrained(capture, asked, settings)
+    return capture.name, capture.facts, sections

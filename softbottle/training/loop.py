@@ -273,7 +273,7 @@ def _loop(trainer, state, history):
                 report.settle()
                 loss = _validate(trainer, state, history, report)
                 state = _after_epoch(trainer, state, history, report, loss)
-            if train.series and _is_logarithmic(step):
+            if train.series and in_series(step, train.series_every):
                 report.settle()
                 trainer.series.save(step, state.params, {"step": step})
             leaving = asked_to_stop(step)
@@ -289,6 +289,7 @@ def _loop(trainer, state, history):
             trainer.latest.wait()
             if trainer.latest.latest() != step:
                 _save(trainer, state, history, report)
+            _end_series(trainer, step, state.params)
             # Asked since the last step: what comes after this run is not begun.
             leaving = asked_to_stop(step + 1)
         if leaving:
@@ -418,6 +419,18 @@ def _finish(trainer, step, history, at_end):
     return summary
 
 
-def _is_logarithmic(step):
-    """Whether a step is one of 1, 2, 4, 8, ..."""
-    return step & (step - 1) == 0
+def in_series(step: int, every: int) -> bool:
+    """Whether a step is one of 1, 2, 4, ... below `every`, or a multiple of it.
+
+    A model changes with the logarithm of the step at first. Where it saturates later,
+    powers of two would be too far apart to tell where.
+    """
+    return step % every == 0 or (step < every and step & (step - 1) == 0)
+
+
+def _end_series(trainer, step, params):
+    """The last step is part of the series, whatever it is."""
+    if trainer.series is not None:
+        trainer.series.wait()
+        if trainer.series.latest() != step:
+            trainer.series.save(step, params, {"step": step})

@@ -19,7 +19,7 @@ In this folder, as far as the run has come and its settings ask for it:
     events/         the metrics for TensorBoard, if that is installed
     best/           the parameters of the best validation: what the commands below read
     checkpoints/    the newest states: what the run resumes from
-    series/         parameters after 1, 2, 4, 8, ... steps (train.series)
+    series/         parameters along the training (train.series)
     equal_softmax/, same_width_softmax/
                     runs of their own: a softmax of as many parameters, and one as wide
     profile/        a trace of some steps (train.profile_steps)

@@ -1,5 +1,7 @@
 """Instruments on captured arrays, against dense log-probabilities."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from scipy import special
@@ -40,6 +42,66 @@ def test_the_spectrum_is_that_of_the_dense_matrix(positions, vocab, bias):
     np.testing.assert_allclose(found["ranks"]["sigma"][:6], sigma[:6], rtol=1e-4)
 
 
+@pytest.mark.parametrize(
+    "positions, vocab, limit",
+    [(7, 97, "positions"), (6, 97, "positions"), (8, 97, None), (41, 7, "words")],
+)
+def test_a_sample_no_larger_than_the_bound_is_named_as_the_limit(
+    positions, vocab, limit
+):
+    capture = make_capture(positions, vocab, ids=None)
+    (section,) = inspection.sections([capture], ["rank"])
+    assert section.numbers["made"]["limit"] == limit
+    assert ("the sample is the limit" in section.reading) == (limit == "positions")
+    assert ("the vocabulary is the limit" in section.reading) == (limit == "words")
+
+
+@pytest.mark.parametrize("precision, floor", [("float32", 1e-7), ("float64", 1e-13)])
+def test_the_spectrum_is_drawn_as_far_as_it_is_resolved(precision, floor):
+    settings = Settings(precision=precision)
+    (section,) = inspection.sections([make_capture()], ["rank"], settings)
+    sigma = section.numbers["made"]["ranks"]["sigma"]
+    (axes,) = section.figures[0].figure.axes
+    line = max(axes.lines, key=lambda line: len(line.get_xdata()))
+    # Seven values of a softmax of width 5, a fall out of sight, and nothing after it.
+    np.testing.assert_array_equal(line.get_xdata(), np.arange(1, 9))
+    np.testing.assert_allclose(line.get_ydata()[:7], sigma[:7] / sigma[0])
+    assert axes.get_ylim()[0] == line.get_ydata()[7] < floor * 1.01
+    assert [7, 7] in [list(line.get_xdata()) for line in axes.lines]
+
+
+def test_a_head_by_itself_has_one_panel_and_a_caption_of_it():
+    bare = make_capture(states=(), labels_N=None, ids=None)
+    deep = make_capture(
+        states=[np.ones((41, 3)) + np.eye(41, 3)] * 2
+        + [np.random.default_rng(3).normal(size=(41, 5))]
+    )
+    for capture, panels in ((bare, 1), (deep, 3)):
+        (section,) = inspection.sections([capture], ["saturation"])
+        (drawn,) = section.figures
+        assert len(drawn.figure.axes) == panels
+        assert ("by layer" in drawn.reading) == (panels == 3)
+        spectrum = drawn.figure.axes[-1].lines[0]
+        np.testing.assert_array_equal(spectrum.get_xdata(), np.arange(1, 6))
+
+
+def test_captions_are_of_what_is_drawn():
+    capture = make_capture()
+    bare = dataclasses.replace(capture, mixed=capture.mixed._replace(ranks=()))
+    for made, told in ((capture, True), (bare, False)):
+        (section,) = inspection.sections([made], ["gradient"])
+        assert ("lines: " in section.figures[0].reading) == told
+    few = capture.trials._replace(sizes=[1, 2])
+    for trials, told in ((capture.trials, True), (few, False)):
+        made = dataclasses.replace(capture, trials=trials)
+        (section,) = inspection.sections([made], ["argmax"])
+        assert ("half the width" in section.figures[0].reading) == told
+    alone = capture_lib.Capture("text", text=capture.text)
+    for made, told in ((capture, True), (alone, False)):
+        (section,) = inspection.sections([made], ["ngram"])
+        assert ("width of a model" in section.figures[0].reading) == told
+
+
 def test_the_loss_and_the_divergence_are_those_of_the_dense_matrix():
     capture = make_capture()
     (section,) = inspection.sections([capture], ["rank"])
@@ -50,12 +112,13 @@ def test_the_loss_and_the_divergence_are_those_of_the_dense_matrix():
     assert section.numbers["made"]["kl"] == pytest.approx(kl_NN.mean(), rel=1e-4)
 
 
-def test_an_instrument_without_its_arrays_has_no_section():
+def test_an_instrument_without_its_arrays_is_named_as_left_out():
     bare = make_capture(states=(), labels_N=None, ids=None)
-    titles = [
-        one.title for one in inspection.sections([bare], list(inspection.INSTRUMENTS))
-    ]
-    assert titles == ["Saturation", "What can be on top"]
+    sections = inspection.sections([bare], list(inspection.INSTRUMENTS))
+    titles = [section.title for section in sections]
+    assert titles == ["Saturation", "What can be on top", "Left out"]
+    absent = inspection.INSTRUMENTS.keys() - {"saturation", "argmax"}
+    assert sections[-1].numbers["skipped"].keys() == absent
 
 
 def test_heads_of_limited_rank_are_over_the_words_that_occur(monkeypatch):

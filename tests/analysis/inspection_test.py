@@ -9,6 +9,7 @@ import pytest
 from softbottle import config
 from softbottle.analysis import capture, inspection
 from softbottle.analysis.instruments import lowrank, scaling
+from softbottle.analysis.sources import run
 from softbottle.training import metrics
 from tests import commands, tiny
 
@@ -20,14 +21,14 @@ def workdirs(tmp_path_factory):
     """Runs as training leaves them, of random parameters: training is not looked at."""
     folder = tmp_path_factory.mktemp("runs")
     for head, components in (("mos", 2), ("softmax", 1)):
-        run, _ = tiny.make_narrow_run(
+        made, _ = tiny.make_narrow_run(
             *(head, components, WORDS, WIDTH),
             data__synthetic__train_tokens=900,
             data__synthetic__eval_tokens=300,
             model__table_range=3.0,
         )
-        tiny.write_run(folder / head, run)
-        start = {"config": config.to_dict(run.config)}
+        tiny.write_run(folder / head, made)
+        start = {"config": config.to_dict(made.config)}
         writer = metrics.Writer(folder / head, 0, start)
         for step in (1, 2):
             perplexity = 9.0 / components / step
@@ -48,8 +49,15 @@ def by_title(sections):
 @pytest.mark.slow
 def test_every_instrument_has_its_section_and_its_picture(sections):
     # These runs have neither a series of checkpoints nor attention.
+    *sections, left_out = sections
     assert len(sections) == len(inspection.RUNS) - 2
     assert all(section.figures and section.reading for section in sections)
+    absent = {"training": ["mos", "softmax"], "attention": ["mos", "softmax"]}
+    absent["argmax"] = ["mos"]
+    skipped = left_out.numbers["skipped"]
+    assert {name: list(reasons) for name, reasons in skipped.items()} == absent
+    assert left_out.title == "Left out" and not left_out.figures
+    assert "training (mos: it has no series" in left_out.reading
 
 
 def test_validations_of_runs_are_put_side_by_side(sections):
@@ -85,7 +93,9 @@ def test_a_run_that_is_left_out_of_a_section_is_named(workdirs):
 def test_every_field_that_an_instrument_needs_has_its_reason():
     bare = capture.Capture("nothing")
     names = list(inspection.INSTRUMENTS)
-    assert inspection.sections([bare], names) == []
+    (left_out,) = inspection.sections([bare], names)
+    assert list(left_out.numbers["skipped"]) == names
+    assert all(f"{name} (nothing: " in left_out.reading for name in names)
     skipped = inspection.sections([bare], names, asked=names)
     assert [section.title for section in skipped] == names
     assert all(section.reading.startswith("skipped: ") for section in skipped)
@@ -98,6 +108,13 @@ def test_heads_of_limited_rank_are_trained_on_request(workdirs, monkeypatch):
     monkeypatch.setattr(lowrank, "train", quick)
     (section,) = inspection.of_runs(workdirs[1:], ["lowrank"], positions=200)
     assert list(section.numbers["softmax"]["ranks_R"]) == [1, 2, 3]
+
+
+def test_by_default_a_run_is_read_for_twice_the_rank_of_its_head(workdirs, monkeypatch):
+    for least, positions in ((4, 2 * (WIDTH + 2)), (30, 30)):
+        monkeypatch.setattr(run, "POSITIONS", least)
+        (section,) = inspection.of_runs(workdirs[1:], ["rank"])
+        assert section.numbers["softmax"]["ranks"]["shape"] == (positions, WORDS)
 
 
 def test_unknown_instruments_and_equal_names_are_errors(workdirs, tmp_path):

@@ -56,6 +56,15 @@ def test_a_long_list_is_cut_on_the_page_and_whole_in_the_file(tmp_path):
     )
 
 
+def test_what_was_read_stands_beneath_the_title(tmp_path):
+    report.write(tmp_path, "A run", [make_section()], ["Text: <a>.", "No token."])
+    page = (tmp_path / "report.html").read_text()
+    header = page[page.index("</h1>") : page.index("<section>")]
+    assert "<li>Text: &lt;a&gt;.</li><li>No token.</li>" in header
+    stored = json.loads((tmp_path / "report.json").read_text())
+    assert stored["header"] == ["Text: <a>.", "No token."]
+
+
 def test_figures_of_one_name_and_bad_names_are_errors(tmp_path):
     with pytest.raises(ValueError, match="different names"):
         report.write(tmp_path, "A run", [make_section(), make_section()])

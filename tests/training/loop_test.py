@@ -159,9 +159,21 @@ def test_what_is_done_at_the_end_is_handed_in(finished, copied, more):
         assert json.loads((copied / "summary.json").read_text()) == summary
 
 
-def test_a_series_holds_the_powers_of_two(finished):
+def test_a_series_holds_the_powers_of_two_and_the_last_step(finished):
     steps = sorted(int(path.name) for path in (finished[1] / "series").iterdir())
-    assert steps == [1, 2, 4, 8]
+    assert steps == [1, 2, 4, 8, finished[2]["steps"]]
+
+
+def test_a_series_is_evenly_spaced_after_its_start():
+    found = [step for step in range(1, 5001) if train.in_series(step, 1000)]
+    assert found == [*(2**power for power in range(10)), *range(1000, 5001, 1000)]
+    assert [step for step in range(1, 14) if train.in_series(step, 5)] == [
+        1,
+        2,
+        4,
+        5,
+        10,
+    ]
 
 
 def test_the_best_parameters_are_those_of_the_best_validation(finished):

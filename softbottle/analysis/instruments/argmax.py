@@ -187,15 +187,17 @@ def section(reaches: dict[str, Reach], sets: dict[str, TopSets]) -> report.Secti
     for name, top in sets.items():
         (line,) = axes.plot(top.sizes_N, top.fraction_N, marker="o", label=name)
         axes.plot(top.sizes_N, top.random_N, linestyle="--", color=line.get_color())
-        axes.axvline(top.dim / 2, linestyle=":", color=line.get_color())
+        if top.dim / 2 <= max(top.sizes_N):
+            axes.axvline(top.dim / 2, linestyle=":", color=line.get_color())
     axes.set(xlabel="words in the set", ylabel="share of sets that can be on top")
     axes.set(ylim=(-0.03, 1.03))
     drawing.label(axes)
     caption = (
         "Dots: random sets of words that some hidden state ranks above all others. "
-        "Dashed: what is proved for a random table of the same shape, at least. "
-        "Dotted: half the width; past it no table whatever has every set."
+        "Dashed: what is proved for a random table of the same shape, at least."
     )
+    if any(top.dim / 2 <= max(top.sizes_N) for top in sets.values()):
+        caption += " Dotted: half the width; past it no table whatever has every set."
     lost = {
         name: reached.words_V[~reached.reachable_V] for name, reached in reaches.items()
     }

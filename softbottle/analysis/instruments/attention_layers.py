@@ -1,9 +1,11 @@
 """What each head of each layer selects, in a model that reads a text.
 
 The measures of `attention` on captured logits. A stretch of L tokens gives one row of
-weights alpha per head: those of its last position, which sees all L. The tokens'
-vectors are the states that enter the layer, scaled to length 1, the sphere of the
-theorem on separability; stretches of text give further rows. Beside them stands
+weights alpha per head: those of its last position, which sees all L, or in a layer of
+sliding-window attention the last of them; such a layer is measured as one over the
+tokens that it sees. A beginning-of-sequence token is one of the L. The tokens' vectors
+are the states that enter the layer, scaled to length 1, the sphere of the theorem on
+separability; stretches of text give further rows. Beside them stands
 
     spread = exp(-sum_i alpha_i log alpha_i) / L,
 
@@ -49,6 +51,7 @@ class Heads(NamedTuple):
 
     Attributes:
         length: L, tokens of a stretch.
+        spans_L: how many of them the last position of each layer sees.
         stretches: how many of them.
         inside_LH: share of the `SELECTED` largest no farther from their sum than the
             nearest token outside.
@@ -63,6 +66,7 @@ class Heads(NamedTuple):
     """
 
     length: int
+    spans_L: np.ndarray
     stretches: int
     inside_LH: np.ndarray
     tightness_LH: np.ndarray
@@ -74,7 +78,10 @@ class Heads(NamedTuple):
 
 
 def measure(
-    logits_LWHS: np.ndarray, states: Sequence[np.ndarray], seed: int = 0
+    logits_LWHS: np.ndarray,
+    states: Sequence[np.ndarray],
+    seed: int = 0,
+    spans_L: Sequence[int] | np.ndarray | None = None,
 ) -> Heads:
     """Measure the heads of every layer.
 
@@ -82,9 +89,11 @@ def measure(
         logits_LWHS: by layer, stretch and head, over the stretch's S tokens.
         states: for each layer what enters it, [W S, D], stretch after stretch.
         seed: of the random sets.
+        spans_L: how many tokens the last position of each layer sees, the last ones;
+            None for all.
 
     Raises:
-        ValueError: if a stretch has `SELECTED` tokens or fewer, the shapes disagree or
+        ValueError: if a layer sees `SELECTED` tokens or fewer, the shapes disagree or
             an entry is not finite.
     """
     logits_LWHS = normalizers.finite("logits", logits_LWHS)
@@ -96,19 +105,35 @@ def measure(
             f"{SELECTED}] need as many layers of states, with a row per token; got "
             f"{[layer_ND.shape for layer_ND in states]}."
         )
-    values = [_unit(layer_ND).reshape(stretches, length, -1) for layer_ND in states]
+    spans_L = np.full(layers, length) if spans_L is None else np.asarray(spans_L)
+    if len(spans_L) != layers or spans_L.max() > length or spans_L.min() <= SELECTED:
+        raise ValueError(
+            f"each of {layers} layers must see more than {SELECTED} and at most "
+            f"{length} tokens, got {spans_L.tolist()}."
+        )
+    logits = [
+        logits_WHS[..., length - span :]
+        for logits_WHS, span in zip(logits_LWHS, spans_L, strict=True)
+    ]
+    values = [
+        _unit(layer_ND).reshape(stretches, length, -1)[:, length - span :]
+        for layer_ND, span in zip(states, spans_L, strict=True)
+    ]
     maps = {
-        name: _maps(apply(logits_LWHS), values)
+        name: _maps([apply(logits_WHS) for logits_WHS in logits], values)
         for name, apply in normalizers.ALL.items()
     }
-    weights_LWHS = normalizers.softmax(logits_LWHS)
     critical = [
-        _critical(list(zip(*layer, strict=True)), length, seed)
-        for layer in zip(weights_LWHS, values, strict=True)
+        _critical(
+            list(zip(normalizers.softmax(logits_WHS), values_WSD, strict=True)), seed
+        )
+        for logits_WHS, values_WSD in zip(logits, values, strict=True)
     ]
+    middle = layers // 2
     softmax = maps["softmax"]
     return Heads(
         length,
+        spans_L,
         stretches,
         softmax["inside"],
         softmax["tightness"],
@@ -119,7 +144,7 @@ def measure(
             name: {key: float(measured[key].mean()) for key in _COMPARED}
             for name, measured in maps.items()
         },
-        attention.survey(logits_LWHS[layers // 2, 0], values[layers // 2][0]),
+        attention.survey(logits[middle][0], values[middle][0]),
     )
 
 
@@ -135,8 +160,15 @@ def section(models: dict[str, Heads]) -> report.Section:
             (row[2], _COMPARED["largest"], heads.largest_LH),
         ):
             # White at 0: at night the page turns it round, and 0 is dark.
+            layers, count = values_LH.shape
+            # From 1: layer l makes the states l of the saturation, 0 the embedding.
             image = axes.imshow(
-                values_LH.T, aspect="auto", vmin=0, vmax=1, cmap="Blues"
+                values_LH.T,
+                aspect="auto",
+                vmin=0,
+                vmax=1,
+                cmap="Blues",
+                extent=(0.5, layers + 0.5, count + 0.5, 0.5),
             )
             axes.set(xlabel="layer", title=title)
             axes.grid(False)
@@ -145,7 +177,7 @@ def section(models: dict[str, Heads]) -> report.Section:
         row[0].set_ylabel(f"{name}\nhead")
         figure.colorbar(image, ax=row)
     lines = [
-        f"{name}: over {heads.length} tokens a head reads like one that spreads evenly "
+        f"{name}: over {_lengths(heads)} a head reads like one that spreads evenly "
         f"over {np.median(heads.spread_LH):.1%} of them (median), its largest weight "
         f"is {np.median(heads.largest_LH):.2f}, and of its {SELECTED} largest tokens "
         f"{np.median(heads.inside_LH):.0%} stay nearer to their sum than any other; "
@@ -177,8 +209,23 @@ def inspect(captures: Sequence[Capture], settings: Settings) -> report.Section:
 
 
 def _of_capture(capture):
-    entering = capture.states[: len(capture.logits_LWHS)]
-    return measure(capture.logits_LWHS, entering)
+    logits_LWHS = capture.logits_LWHS
+    entering = list(capture.states[: len(logits_LWHS)])
+    if capture.front is not None:
+        entering = [
+            _behind(front_WPD, layer_ND)
+            for front_WPD, layer_ND in zip(
+                capture.front[: len(entering)], entering, strict=True
+            )
+        ]
+    return measure(logits_LWHS, entering, spans_L=capture.spans_L)
+
+
+def _behind(front_WPD, layer_ND):
+    """States of all tokens, stretch after stretch, with those before the text."""
+    dim = layer_ND.shape[1]
+    layer_WSD = layer_ND.reshape(len(front_WPD), -1, dim)
+    return np.concatenate([front_WPD, layer_WSD], axis=1).reshape(-1, dim)
 
 
 def _draw_normalizers(models):
@@ -205,10 +252,10 @@ def _draw_normalizers(models):
     return report.Figure("attention-normalisers", figure, reading)
 
 
-def _maps(weights_LWHS, values):
+def _maps(weights, values):
     """What the weights of each layer and head select, averaged over stretches."""
-    inside, tightness = [], []
-    for weights_WHS, values_WSD in zip(weights_LWHS, values, strict=True):
+    inside, tightness, largest, spread = [], [], [], []
+    for weights_WHS, values_WSD in zip(weights, values, strict=True):
         picked = [
             attention.selection(*pair, SELECTED)
             for pair in zip(weights_WHS, values_WSD, strict=True)
@@ -216,17 +263,19 @@ def _maps(weights_LWHS, values):
         inside.append(np.mean([selection.inside_R for selection in picked], axis=0))
         ratios = [selection.distance_R / selection.bound_R for selection in picked]
         tightness.append(np.mean(ratios, axis=0))
-    entropy_LWH = special.entr(weights_LWHS).sum(axis=-1)
+        largest.append(weights_WHS.max(axis=-1).mean(axis=0))
+        entropy_WH = special.entr(weights_WHS).sum(axis=-1)
+        spread.append((np.exp(entropy_WH) / weights_WHS.shape[-1]).mean(axis=0))
     return {
         "inside": np.stack(inside),
         "tightness": np.stack(tightness),
-        "largest": weights_LWHS.max(axis=-1).mean(axis=1),
-        "spread": (np.exp(entropy_LWH) / weights_LWHS.shape[-1]).mean(axis=1),
+        "largest": np.stack(largest),
+        "spread": np.stack(spread),
     }
 
 
-def _critical(pairs, length, seed):
-    rng = np.random.default_rng(seed)
+def _critical(pairs, seed):
+    rng, length = np.random.default_rng(seed), pairs[0][0].shape[-1]
     for count in (count for count in attention.COUNTS if count < length):
         rows = [attention.beside_blind(*pair, count, rng) for pair in pairs]
         chosen, blind = (np.concatenate(part) for part in zip(*rows, strict=True))
@@ -240,7 +289,26 @@ def _firsts(heads):
     if not len(counts):
         most = max(count for count in attention.COUNTS if count < heads.length)
         return f"in no layer, up to {most} tokens"
-    return f"from {int(np.median(counts)):,} tokens on in {len(counts)} layers (median)"
+    first = int(np.median(counts))
+    tokens = "token" if first == 1 else "tokens"
+    if len(counts) == 1:
+        return f"from {first:,} {tokens} on in 1 layer of {len(heads.critical_L)}"
+    return (
+        f"from {first:,} {tokens} on (median) in {len(counts)} layers of "
+        f"{len(heads.critical_L)}"
+    )
+
+
+def _lengths(heads):
+    """The tokens of a stretch, and how many a layer sees where that is fewer."""
+    few_L = heads.spans_L[heads.spans_L < heads.length]
+    if not len(few_L):
+        return f"{heads.length} tokens"
+    spans = " or ".join(map(str, sorted(set(few_L.tolist()))))
+    return (
+        f"{heads.length} tokens (the last {spans} of them in {len(few_L)} of "
+        f"{len(heads.spans_L)} layers, which see no more)"
+    )
 
 
 def _unit(states_ND):

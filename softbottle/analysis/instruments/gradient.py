@@ -167,8 +167,11 @@ def section(heads: dict[str, Gradient]) -> report.Section:
     drawing.label(axes)
     reading = (
         "Dots: the share of the gradient's norm that the head passes on; dashes: what "
-        "chance would keep; lines: by the head's leading directions alone."
+        "chance would keep"
     )
+    if any(head.by_rank for head in heads.values()):
+        reading += "; lines: by the head's leading directions alone"
+    reading += "."
     lines = [
         f"{name}: {head.kept:.1%} of the norm of the logits' gradient reaches the "
         f"backbone through {head.width:,} of {head.vocab:,} dimensions (chance "

@@ -242,8 +242,9 @@ def section(models: dict[str, LowRank]) -> report.Section:
     by_rank, by_error = figure.subplots(1, 2)
     lines = []
     for name, curve in models.items():
-        (line,) = by_rank.plot(curve.ranks_R, curve.loss_R, marker="o", label=name)
-        by_error.plot(curve.w_error_R, curve.loss_R, marker="o", label=name)
+        label = name if len(models) > 1 else "trained"
+        (line,) = by_rank.plot(curve.ranks_R, curve.loss_R, marker="o", label=label)
+        by_error.plot(curve.w_error_R, curve.loss_R, marker="o")
         sentence = (
             f"{name}: a head of rank {curve.knee:,} is as good as any here, "
             f"{curve.loss_R.min():.3f} nats on states it has not seen"

@@ -68,10 +68,10 @@ def draw(mixed: dict[str, Mixing]) -> report.Figure:
     axes = figure.subplots()
     for name, mixing in mixed.items():
         order_K = np.argsort(-mixing.usage_K)
-        axes.plot(mixing.usage_K[order_K], marker="o", label=f"{name}: weight")
-        axes.plot(
-            mixing.responsibility_K[order_K], "x--", label=f"{name}: given the word"
-        )
+        place_K = np.arange(1, len(order_K) + 1)
+        axes.plot(place_K, mixing.usage_K[order_K], marker="o", label=f"{name}: weight")
+        given_K = mixing.responsibility_K[order_K]
+        axes.plot(place_K, given_K, "x--", label=f"{name}: given the word")
     axes.set(xlabel="component, by weight", ylabel="mean share", ylim=(0, None))
     axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
     drawing.label(axes)

@@ -207,9 +207,11 @@ def section(
         reading += f" It is {'; '.join(models)}."
     caption = (
         "Each line falls from 1, at no dimensions, towards 0, where the table is "
-        "exact. A shade below a line is how far the truth may lie under it. Dashed: "
-        "the width of a model."
+        "exact. A shade below a line is how far the truth may lie under it. Dotted: "
+        "half of the error."
     )
+    if models:
+        caption += " Dashed: the width of a model."
     figures = [report.Figure("ngram-w-error", figure, caption)]
     return report.Section("Dimensions of the text", reading, figures, numbers)
 

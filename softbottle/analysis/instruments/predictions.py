@@ -2,11 +2,12 @@
 
 A head's own operation gives the blocks where there is one. Otherwise
 
-    log P = H W' + 1 b' - s 1',    s_n = logsumexp_v (H W' + 1 b')_nv
+    log P = g(H W' + 1 b') - s 1',    s_n = logsumexp_v g(H W' + 1 b')_nv
 
-for states H [N, D], a table W [V, D] and a bias b. Its singular values are those of
-its transpose, so that a Gram matrix may be made of the shorter side: `columns` lets
-the words of a large vocabulary pass by in blocks.
+for states H [N, D], a table W [V, D], a bias b and a pointwise g, of a softmax the
+identity. Its singular values are those of its transpose, so that a Gram matrix may be
+made of the shorter side: `columns` lets the words of a large vocabulary pass by in
+blocks.
 
 Axes: N positions; C positions, or words, of a block.
 """
@@ -22,6 +23,7 @@ from scipy import special
 
 from softbottle.analysis.capture import Capture, bias_or_zeros, joined, present
 from softbottle.analysis.settings import Precision
+from softbottle.ops.mixture.activations import SOFTMAX
 
 _BLOCK = 256  # positions, or words, whose logits are held at a time
 
@@ -62,26 +64,38 @@ def mixtures(capture: Capture, precision: Precision = "float32") -> Iterator[Blo
 
 
 def rows(capture: Capture, precision: Precision = "float32") -> Iterator[np.ndarray]:
-    """log P of a softmax in blocks of positions."""
+    """log P without a readout in blocks of positions."""
     hidden_ND, table_VD, bias_V = _softmax(capture, precision)
     for start in range(0, len(hidden_ND), _BLOCK):
         logits_CV = hidden_ND[start : start + _BLOCK] @ table_VD.T + bias_V[None]
+        logits_CV = _activated(capture, logits_CV)
         yield special.log_softmax(logits_CV, axis=1)
 
 
 def columns(capture: Capture, precision: Precision) -> Iterator[np.ndarray]:
-    """The transpose of log P of a softmax in blocks of words."""
+    """The transpose of log P without a readout in blocks of words."""
     hidden_ND, table_VD, bias_V = _softmax(capture, precision)
     lse_N = np.concatenate(
         [
-            special.logsumexp(hidden_CD @ table_VD.T + bias_V[None], axis=1)
+            special.logsumexp(
+                _activated(capture, hidden_CD @ table_VD.T + bias_V[None]), axis=1
+            )
             for hidden_CD in np.split(hidden_ND, range(_BLOCK, len(hidden_ND), _BLOCK))
         ]
     )
     for start in range(0, len(table_VD), _BLOCK):
         stop = start + _BLOCK
         logits_CN = table_VD[start:stop] @ hidden_ND.T + bias_V[start:stop, None]
-        yield logits_CN - lse_N[None]
+        yield _activated(capture, logits_CN) - lse_N[None]
+
+
+def _activated(capture, logits_CV):
+    """g of some logits, in their precision."""
+    apply, theta = capture.activation.apply, capture.activation.theta
+    if apply is SOFTMAX.apply:
+        return logits_CV
+    with jax.enable_x64(logits_CV.dtype == np.float64):
+        return np.asarray(apply(theta, jnp.asarray(logits_CV)))
 
 
 def _softmax(capture, precision):

@@ -27,6 +27,7 @@ from softbottle.analysis import report
 from softbottle.analysis.capture import Capture, joined, present, real
 from softbottle.analysis.instruments import factors, mixture, predictions
 from softbottle.analysis.settings import Precision, Settings
+from softbottle.ops.mixture.activations import SOFTMAX
 
 ABOUT = report.About(
     "The log-probabilities of every word at every position are a matrix, and its rank "
@@ -37,6 +38,17 @@ ABOUT = report.About(
 )
 PRECISIONS: tuple[Precision, ...] = ("float32", "float64")
 LOSSES = (1e-3, 1e-4, 1e-5)  # of the sum of squares that an effective rank may leave
+
+
+_GRAM_FLOOR = 1e-7  # some times the 1.5e-8 that its rounding is worth
+_LIFTED = "its logits are changed one by one after the table, which lifts that bound; "
+_LIMITED = {
+    None: "",
+    "positions": "the sample is the limit here, not the head: {:,} positions can show "
+    "no more, and a larger sample would (--positions); ",
+    "words": "the vocabulary is the limit here, not the head: {:,} words can show no "
+    "more; ",
+}
 
 
 class Spectrum(NamedTuple):
@@ -78,10 +90,13 @@ class HeadRanks(NamedTuple):
 
     Attributes:
         ranks: of its log-probabilities.
-        bound: the largest rank that a softmax of its width can have.
+        bound: the largest rank that a softmax of its width can have, d + 2, or d + 1
+            without a bias.
         kl: expected divergence between two contexts, in nats.
         mixing: None for a head of one component.
         loss: mean loss on the text, in nats; None where a run's metrics tell it.
+        lifted: whether a pointwise g, such as a soft-cap, lifts the bound of a softmax
+            that has the same table.
     """
 
     ranks: Ranks
@@ -89,6 +104,20 @@ class HeadRanks(NamedTuple):
     kl: float
     mixing: mixture.Mixing | None
     loss: float | None = None
+    lifted: bool = False
+
+    @property
+    def limit(self) -> str | None:
+        """What the rank is limited by before the head: "positions" or "words".
+
+        There are then as many of them as the rank, or no more than the bound. None if
+        the limit is the head's.
+        """
+        least = min(self.ranks.shape)
+        if least > self.bound and self.ranks.ranks[self.ranks.precision] != least:
+            return None
+        rows, columns = self.ranks.shape
+        return "positions" if rows <= columns else "words"
 
 
 def spectrum(matrix: np.ndarray, precision: np.dtype | type) -> Spectrum:
@@ -164,6 +193,17 @@ def streamed(
         ranks["float64"] = None
     by_loss = {loss: effective(sigma, loss) for loss in LOSSES}
     return Ranks(shape, entries, sigma, tolerances, ranks, by_loss)
+
+
+def floor(ranks: Ranks) -> float:
+    """The smallest share of the largest singular value that is resolved.
+
+    Of a Gram matrix the eigenvalues below eps sigma_1^2 are rounding, and half of them
+    negative: their roots would be a second cliff that no matrix has.
+    """
+    if ranks.ranks["float64"] is None:
+        return _GRAM_FLOOR
+    return len(ranks.sigma) * float(np.finfo(np.float64).eps)
 
 
 def effective(sigma: np.ndarray, loss: float) -> int:
@@ -256,7 +296,9 @@ def _of_softmax(capture, precision, bound):
             total -= float(np.sum(log_p_CV[np.arange(len(labels_C)), labels_C]))
             start += len(labels_C)
     ranks = ranks._replace(shape=(count, vocab))
-    return HeadRanks(ranks, bound, pairs.value, None, total / start if start else None)
+    loss = total / start if start else None
+    lifted = capture.activation.apply is not SOFTMAX.apply
+    return HeadRanks(ranks, bound, pairs.value, None, loss, lifted)
 
 
 def inspect(captures: Sequence[Capture], settings: Settings) -> report.Section:
@@ -271,7 +313,9 @@ def section(heads: dict[str, HeadRanks]) -> report.Section:
     lines = [
         f"{name}: rank {head.ranks.ranks[head.ranks.precision]:,} of at most "
         f"{min(head.ranks.shape):,}, where a softmax of its width stops at "
-        f"{head.bound:,}; two contexts differ by {head.kl:.2f} nats on average."
+        f"{head.bound:,}; {_LIFTED if head.lifted else ''}"
+        f"{_LIMITED[head.limit].format(min(head.ranks.shape))}two contexts differ by "
+        f"{head.kl:.2f} nats on average."
         for name, head in heads.items()
     ]
     lines.append(
@@ -291,7 +335,7 @@ def section(heads: dict[str, HeadRanks]) -> report.Section:
 
 
 def _numbers(head):
-    numbers = head._asdict() | {"ranks": head.ranks._asdict()}
+    numbers = head._asdict() | {"ranks": head.ranks._asdict(), "limit": head.limit}
     if head.mixing:
         numbers["mixing"] = head.mixing._asdict()
     if head.loss is None:
@@ -302,15 +346,36 @@ def _numbers(head):
 def _draw_spectra(heads):
     figure = drawing.Figure(figsize=(8, 4.5))
     axes = figure.subplots()
-    for name, (ranks, *_) in heads.items():
-        (line,) = axes.loglog(
-            np.arange(1, len(ranks.sigma) + 1), ranks.sigma / ranks.sigma[0], label=name
-        )
-        tolerance = ranks.tolerances[ranks.precision] / ranks.sigma[0]
+    lowest = max(floor(head.ranks) for head in heads.values())
+    for name, head in heads.items():
+        relative = head.ranks.sigma / head.ranks.sigma[0]
+        relative = relative[relative > lowest]
+        if len(relative) < len(head.ranks.sigma):
+            relative = np.append(relative, lowest)  # a fall out of sight, and no more
+        label = name if len(heads) > 1 else None
+        (line,) = axes.loglog(np.arange(1, len(relative) + 1), relative, label=label)
+        tolerance = head.ranks.tolerances[head.ranks.precision] / head.ranks.sigma[0]
         axes.axhline(tolerance, color=line.get_color(), linestyle=":")
-    axes.set(xlabel="index", ylabel="singular value over the largest", ylim=(1e-17, 2))
+    for bound in sorted({head.bound for head in heads.values()}):
+        axes.axvline(bound, color=drawing.GRAY, linestyle="--", lw=1)
+        axes.annotate(
+            f"{bound:,}",
+            (bound, 1.0),
+            (3, -3),
+            xycoords=axes.get_xaxis_transform(),
+            textcoords="offset points",
+            va="top",
+            fontsize=drawing.SMALL,
+            color=drawing.GRAY,
+        )
+    axes.set(xlabel="index, from 1", ylabel="singular value over the largest")
+    axes.set_ylim(lowest, 2)
     drawing.label(axes)
-    reading = "A cliff is a bottleneck: below the dotted tolerance there is rounding."
+    reading = (
+        "Dashed: the rank at which a softmax of this width stops. A cliff there is the "
+        "bottleneck. Dotted: the tolerance, below which there is rounding. The axis "
+        "ends where singular values are no longer resolved."
+    )
     return report.Figure("rank-spectrum", figure, reading)
 
 

@@ -131,23 +131,21 @@ def _layer(name, states_ND):
 
 def section(states: dict[str, Layers], heads: dict[str, Head]) -> report.Section:
     """Models side by side: their layers, and the spectra of their heads."""
-    figure = drawing.Figure(figsize=(11, 3.8))
-    cosines, peaks, spectra = figure.subplots(1, 3)
+    # One layer is a number, which the sentences have: no panel with a dot in it.
+    deep = any(len(layers.anisotropy_L) > 1 for layers in states.values())
+    figure = drawing.Figure(figsize=(11, 3.8) if deep else (7, 4))
+    panels = figure.subplots(1, 3 if deep else 1, squeeze=False)[0]
+    spectra = panels[-1]
     for name, (sigma, entropy) in heads.items():
-        (line,) = spectra.semilogy(sigma / sigma[0], label=f"{name}: {entropy:.2f}")
-        if name in states:
-            layers, color = states[name], line.get_color()
-            cosines.plot(layers.anisotropy_L, marker=".", color=color)
-            largest_L = np.nanmax(layers.peak_LD, axis=1)
-            peaks.semilogy(largest_L, marker=".", color=color)
-    peaks.axhline(OUTLIER, color=drawing.GRAY, linestyle=":")
-    last = max((len(layers.anisotropy_L) for layers in states.values()), default=1) - 1
-    cosines.set(xlabel="layer", title="anisotropy", ylim=(None, 1))
-    peaks.set(xlabel="layer", title="largest entry, in deviations")
-    for axes in (cosines, peaks):
-        axes.set_xlim(-0.5, last + 0.5)
-    spectra.set(xlabel="index", title="singular values of the head, entropy")
-    for axes in (cosines, peaks, spectra):
+        (line,) = spectra.semilogy(
+            np.arange(1, len(sigma) + 1),
+            sigma / sigma[0],
+            label=f"{name}: {entropy:.2f}",
+        )
+        if deep and name in states:
+            _draw_layers(panels, states[name], line.get_color())
+    spectra.set(xlabel="index, from 1", title="singular values of the head, entropy")
+    for axes in panels:
         axes.xaxis.set_major_locator(
             matplotlib.ticker.MaxNLocator(integer=True, min_n_ticks=1)
         )
@@ -165,16 +163,31 @@ def section(states: dict[str, Layers], heads: dict[str, Head]) -> report.Section
         for name, (sigma, entropy) in heads.items()
     ]
     reading = (
-        "The first of several layers is the embedded words. A cosine near 1 means that "
-        "all states point one way. A head whose singular values fall at once (entropy "
-        "far above 0) uses few of its dimensions."
+        "A head whose singular values fall at once (entropy far above 0) uses few of "
+        "its dimensions."
     )
+    if deep:
+        reading = (
+            "Left: the mean cosine of two states by layer, the embedded words first; "
+            "near 1 all states point one way. Middle: the largest entry of a layer, "
+            f"and {OUTLIER:.0f} deviations (dotted). Right: {reading[0].lower()}"
+            f"{reading[1:]}"
+        )
     numbers = {
         name: layers._asdict() | {"outliers_L": layers.outliers_L}
         for name, layers in states.items()
     } | {f"{name}, head": head._asdict() for name, head in heads.items()}
     figures = [report.Figure("saturation-layers", figure, reading)]
     return report.Section("Saturation", " ".join(lines), figures, numbers)
+
+
+def _draw_layers(panels, layers, color):
+    cosines, peaks, _ = panels
+    cosines.plot(layers.anisotropy_L, marker=".", color=color)
+    peaks.semilogy(np.nanmax(layers.peak_LD, axis=1), marker=".", color=color)
+    peaks.axhline(OUTLIER, color=drawing.GRAY, linestyle=":")
+    cosines.set(xlabel="layer", title="anisotropy", ylim=(None, 1))
+    peaks.set(xlabel="layer", title="largest entry, in deviations")
 
 
 def inspect(captures: Sequence[Capture], settings: Settings) -> report.Section:

@@ -2,9 +2,9 @@
 
     L(N, T) = A / N^alpha + B / T^beta + E
 
-for N parameters and T tokens. B, beta and E are kept as Godey et al. keep them; A and
-alpha are fitted to models large enough not to saturate, and the gap of a smaller one is
-how far its loss lies above the law.
+for N parameters and T tokens. B, beta and E are given, as Godey et al. keep them from
+Hoffmann et al.; A and alpha are fitted to models large enough not to saturate, and the
+gap of a smaller one is how far its loss lies above the law.
 
 Axes: M models.
 """
@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 import scipy.optimize
+import scipy.stats
 from numpy.typing import ArrayLike
 
 from softbottle import drawing
@@ -95,6 +96,34 @@ def fit(
     return law(solution.x)
 
 
+def intervals(
+    law: Law, parameters_M: np.ndarray, tokens_M: np.ndarray, loss_M: np.ndarray
+) -> dict[str, tuple[float, float]] | None:
+    """95% intervals of the fitted a and alpha; None if two models fit them exactly.
+
+    With r the residuals of log L and J their derivatives by (log a, alpha), the
+    covariance is |r|^2 / (M - 2) (J'J)^-1 and the quantile Student's with M - 2 degrees
+    of freedom; b, beta and e are taken as exact.
+    """
+    spare = len(parameters_M) - 2
+    if spare < 1:
+        return None
+    predicted_M = law.loss(parameters_M, tokens_M)
+    share_M = law.a * real("parameters", parameters_M) ** -law.alpha / predicted_M
+    jacobian_M2 = share_M[:, None] * np.stack(
+        [np.ones_like(share_M), -np.log(parameters_M)], axis=1
+    )
+    residual_M = np.log(predicted_M / real("loss", loss_M))
+    covariance = np.linalg.inv(jacobian_M2.T @ jacobian_M2)
+    covariance *= np.square(residual_M).sum() / spare
+    reach = scipy.stats.t.ppf(0.975, spare) * np.sqrt(np.diag(covariance))
+    low, high = np.exp(np.log(law.a) + np.array([-reach[0], reach[0]]))
+    return {
+        "a": (float(low), float(high)),
+        "alpha": (float(law.alpha - reach[1]), float(law.alpha + reach[1])),
+    }
+
+
 def of_models(
     parameters_M: np.ndarray,
     tokens_M: np.ndarray,
@@ -126,9 +155,12 @@ def of_models(
             f"{np.size(parameters_M)} models need a name each and to be fitted or not, "
             f"got {np.size(names)} and {np.size(fitted_M)}."
         )
-    law = fit(*(np.asarray(array)[fitted_M] for array in data))
     # Names come out of a file, and go to the terminal.
-    return section(law, [vocab.printable(str(name)) for name in names], *data)
+    names = [vocab.printable(str(name)) for name in names]
+    chosen = [np.asarray(array)[fitted_M] for array in data]
+    fitted = [names[at] for at in np.flatnonzero(fitted_M)]
+    law = fit(*chosen)
+    return section(law, names, *data, fitted=fitted, within=intervals(law, *chosen))
 
 
 def inspect(captures: Sequence[Capture], settings: Settings) -> report.Section:
@@ -144,8 +176,20 @@ def section(
     parameters_M: np.ndarray,
     tokens_M: np.ndarray,
     loss_M: np.ndarray,
+    *,
+    fitted: Sequence[str] = (),
+    within: dict[str, tuple[float, float]] | None = None,
 ) -> report.Section:
-    """Models beside the law, with the gap of each."""
+    """Models beside the law, with the gap of each.
+
+    Args:
+        law: the law.
+        names: of the models.
+        parameters_M, tokens_M, loss_M: as of `fit`.
+        fitted: names of the models that a and alpha were fitted to; none if the whole
+            law was given.
+        within: what `intervals` gave for them.
+    """
     predicted_M = law.loss(parameters_M, tokens_M)
     gap_M = law.gap(parameters_M, tokens_M, loss_M)
     figure = drawing.Figure()
@@ -157,12 +201,34 @@ def section(
     gaps = ", ".join(f"{n} {gap:+.1%}" for n, gap in zip(names, gap_M, strict=True))
     lines = (
         f"The law is {law.a:.4g} / N^{law.alpha:.3f} + {law.b:.4g} / T^{law.beta:.2f} "
-        f"+ {law.e:.2f}. Above it (+) or below it (-): {gaps}."
+        f"+ {law.e:.2f}. {_provenance(fitted, within)} Above it (+) or below it (-): "
+        f"{gaps}."
     )
     reading = "A dot above its dash is a model that does worse than its size promises."
     numbers = law._asdict() | {
         "gaps": dict(zip(names, gap_M, strict=True)),
         "predicted": dict(zip(names, predicted_M, strict=True)),
+        "fitted to": list(fitted),
+        "intervals of 95%": within,
     }
     figures = [report.Figure("scaling-law", figure, reading)]
     return report.Section("Scaling law", lines, figures, numbers)
+
+
+def _provenance(fitted, within):
+    """Which of the constants are given, which are fitted, and how closely."""
+    if not fitted:
+        return "All of its constants are given."
+    if within is None:
+        how = "two models, which they meet exactly: there is no interval"
+    else:
+        low, high = within["a"]
+        first, last = within["alpha"]
+        how = (
+            f"{len(fitted)} models (95% intervals {low:.4g} to {high:.4g} and "
+            f"{first:.3f} to {last:.3f})"
+        )
+    return (
+        f"Fitted are the first factor and its exponent, to {how}: {', '.join(fitted)}. "
+        "The other three constants are given (Hoffmann et al., 2022)."
+    )

@@ -128,6 +128,7 @@ def section(runs: dict[str, Curves]) -> report.Section:
     """Runs over their checkpoints: where their curves turn, and in which order."""
     figure = drawing.Figure(figsize=(11, 3.6 * len(runs)))
     grid, lines, numbers = figure.subplots(len(runs), 3, squeeze=False), [], {}
+    drawn = False
     for row, (name, curves) in zip(grid, runs.items(), strict=True):
         turns = turning(curves)
         for axes, (quantity, value_M) in zip(row, _named(curves).items(), strict=True):
@@ -137,11 +138,16 @@ def section(runs: dict[str, Curves]) -> report.Section:
             if quantity in turns and turns[quantity].turned:
                 axes.axvline(turns[quantity].step, color=drawing.GRAY, linestyle=":")
                 axes.axvspan(*turns[quantity].interval, color=drawing.GRAY, alpha=0.2)
+                drawn = True
         lines.append(f"{name}: {_sentence(curves, turns)}")
         numbers[name] = curves._asdict() | {"lags": _lags(turns)}
         for quantity, at in turns.items():
             numbers[name][f"turn of the {quantity}"] = at._asdict() | {"draws": None}
-    reading = "Dotted: where a curve stops falling; shaded: where 95% of refits put it."
+    reading = "What each checkpoint of the series measures, by its step."
+    if drawn:
+        reading = (
+            "Dotted: where a curve stops falling; shaded: where 95% of refits put it."
+        )
     figures = [report.Figure("saturation-steps", figure, reading)]
     return report.Section("Saturation in training", " ".join(lines), figures, numbers)
 

@@ -27,6 +27,7 @@ from softbottle.analysis.capture import (
     Text,
     Tokens,
     Trials,
+    enough,
     joined,
     present,
     sizes_below,
@@ -38,6 +39,7 @@ from softbottle.ops.mixture import classes
 from softbottle.training import checkpoint, evaluate, metrics
 from softbottle.training.state import Run, load_corpus, load_run
 
+POSITIONS = 8192  # that are read by default, or more for a wide head
 _DIMENSIONS = 512  # of the text's next-word matrix, at most
 
 
@@ -61,7 +63,7 @@ def read(
     workdir: pathlib.Path | str,
     parts: Collection[str],
     split: Split = "test",
-    positions: int = 8192,
+    positions: int | None = None,
 ) -> Capture:
     """The capture of a run, called by its folder's name.
 
@@ -69,7 +71,8 @@ def read(
         workdir: the run's folder.
         parts: fields of `Capture` to fill; the others cost nothing and stay None.
         split: the text that is read, "train", "valid" or "test".
-        positions: how much of it.
+        positions: how much of it; None reads `POSITIONS`, or `enough` of them for the
+            width of the head's table.
 
     Raises:
         ValueError: for a folder without a run, or a text shorter than two words.
@@ -77,7 +80,8 @@ def read(
     workdir = pathlib.Path(workdir)
     run = load_run(workdir, "float32")
     corpus = load_corpus(workdir, run, split)
-    ids = corpus.splits[split][: positions + 1]
+    width = run.model.output(run.params)[1].shape[1]
+    ids = corpus.splits[split][: (positions or enough(width, POSITIONS)) + 1]
     reader = make_reader(run)
     lines = metrics.read(workdir) if "validations" in parts else []
     series = Series(workdir, run, ids, reader)

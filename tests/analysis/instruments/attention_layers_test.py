@@ -103,6 +103,42 @@ def test_the_section_names_each_model(tmp_path):
     report.write(tmp_path, "Heads", [section])
 
 
+def test_a_layer_is_measured_over_the_tokens_that_it_sees():
+    logits_LWHS, states = random_logits(), make_states()
+    found = attention_layers.measure(logits_LWHS, states, spans_L=[11, LENGTH])
+    cut = [layer.reshape(STRETCHES, LENGTH, DIM)[:, -11:] for layer in states]
+    short = attention_layers.measure(
+        logits_LWHS[..., -11:], [layer.reshape(-1, DIM) for layer in cut]
+    )
+    whole = attention_layers.measure(logits_LWHS, states)
+    for name in ("inside_LH", "tightness_LH", "largest_LH", "spread_LH", "critical_L"):
+        one = getattr(found, name)
+        np.testing.assert_allclose(one[0], getattr(short, name)[0], err_msg=name)
+        np.testing.assert_allclose(one[1], getattr(whole, name)[1], err_msg=name)
+    # What lies outside is of no account.
+    moved_LWHS = logits_LWHS.copy()
+    moved_LWHS[0, ..., :-11] = 50
+    moved = attention_layers.measure(moved_LWHS, states, spans_L=[11, LENGTH])
+    np.testing.assert_array_equal(moved.spread_LH, found.spread_LH)
+    for spans_L in ([5, LENGTH], [11, LENGTH + 1], [11]):
+        with pytest.raises(ValueError, match="layers must see more than 5"):
+            attention_layers.measure(logits_LWHS, states, spans_L=spans_L)
+
+
+@pytest.mark.parametrize(
+    "critical, words",
+    [
+        ([0, 0], "in no layer, up to 20 tokens"),
+        ([1, 0], "from 1 token on in 1 layer of 2"),
+        ([2, 4], "from 3 tokens on (median) in 2 layers of 2"),
+    ],
+)
+def test_numbers_of_layers_and_tokens_are_grammar_too(critical, words):
+    found = attention_layers.measure(random_logits(), make_states())
+    found = found._replace(critical_L=np.array(critical))
+    assert words in attention_layers.section({"one": found}).reading
+
+
 def test_shapes_that_disagree_are_errors():
     with pytest.raises(ValueError, match="as many layers of states"):
         attention_layers.measure(random_logits(), make_states()[:1])

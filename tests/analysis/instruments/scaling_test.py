@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from scipy import optimize
 
 from softbottle.analysis import report
 from softbottle.analysis.instruments import scaling
@@ -40,6 +41,48 @@ def test_the_section_of_a_law_names_each_gap(tmp_path):
     section = scaling.section(scaling.PYTHIA, ["70M"], [7e7], [3e11], [loss])
     assert "70M +8.0%" in section.reading
     report.write(tmp_path, "A law", [section])
+
+
+def test_intervals_are_those_of_an_independent_fit():
+    noise_M = np.exp(0.004 * np.random.default_rng(3).standard_normal(6))
+    loss_M = scaling.PYTHIA.loss(PARAMETERS_M, TOKENS_M) * noise_M
+    law = scaling.fit(PARAMETERS_M, TOKENS_M, loss_M)
+
+    def log_loss(parameters_M, log_a, alpha):
+        size_M = np.exp(log_a) / parameters_M**alpha
+        return np.log(size_M + 410.7 / TOKENS_M**0.28 + 1.69)
+
+    theta, covariance = optimize.curve_fit(
+        log_loss, PARAMETERS_M, np.log(loss_M), (np.log(119.09), 0.246)
+    )
+    reach = 2.7764451 * np.sqrt(np.diag(covariance))  # Student's t, 4 degrees
+    found = scaling.intervals(law, PARAMETERS_M, TOKENS_M, loss_M)
+    expected = theta[0] - reach[0], theta[0] + reach[0]
+    np.testing.assert_allclose(np.log(found["a"]), expected, rtol=1e-3)
+    expected = theta[1] - reach[1], theta[1] + reach[1]
+    np.testing.assert_allclose(found["alpha"], expected, rtol=1e-3)
+
+
+def test_the_section_says_what_was_given_and_what_was_fitted():
+    noise_M = np.exp(0.004 * np.random.default_rng(3).standard_normal(6))
+    loss_M = scaling.PYTHIA.loss(PARAMETERS_M, TOKENS_M) * noise_M
+    names = ["a", "b", "c", "d", "e", "f"]
+    fitted_M = np.arange(6) > 1
+    models = PARAMETERS_M, TOKENS_M, loss_M
+    section = scaling.of_models(*models, names, fitted_M)
+    law = scaling.fit(*(array[fitted_M] for array in models))
+    low, high = scaling.intervals(law, *(array[fitted_M] for array in models))["alpha"]
+    assert "to 4 models (95% intervals " in section.reading
+    assert f"and {low:.3f} to {high:.3f}): c, d, e, f." in section.reading
+    assert "The other three constants are given" in section.reading
+    assert section.numbers["fitted to"] == names[2:]
+    exact = scaling.of_models(*models, names, np.arange(6) > 3)
+    assert "two models, which they meet exactly: there is no interval: e, f" in (
+        exact.reading
+    )
+    assert exact.numbers["intervals of 95%"] is None
+    alone = scaling.section(scaling.PYTHIA, names, *models)
+    assert "All of its constants are given." in alone.reading
 
 
 def test_a_law_needs_two_sizes_and_positive_numbers():

@@ -5,6 +5,7 @@ import pytest
 
 from softbottle.analysis import report
 from softbottle.analysis.instruments import saturation, turns
+from softbottle.training import loop
 from tests.analysis.instruments.saturation_test import random_states
 
 
@@ -28,6 +29,25 @@ def test_a_planted_turn_is_found_within_its_uncertainty(turn):
         assert found.turned and low <= found.step <= high < low + 0.4 * turn
         inside += low <= turn <= high
     assert inside >= 8
+
+
+@pytest.mark.parametrize("turn", [60_000, 90_000])
+def test_the_steps_of_a_long_run_s_series_tell_where_it_turns(turn):
+    steps = [step for step in range(1, 143_001) if loop.in_series(step, 1000)]
+    step_M = np.array(steps, float)
+    found = [
+        turns.turn(step_M, planted(step_M, turn, 0.03, seed), seed)
+        for seed in range(20)
+    ]
+    near = [abs(at.step - turn) < 0.2 * turn for at in found if at.turned]
+    assert sum(near) == 20
+    # Powers of two alone have three points after it, and tell nothing.
+    step_M = 2.0 ** np.arange(18)
+    found = [
+        turns.turn(step_M, planted(step_M, turn, 0.03, seed), seed)
+        for seed in range(20)
+    ]
+    assert sum(at.turned and abs(at.step - turn) < 0.2 * turn for at in found) < 5
 
 
 def test_without_noise_the_turn_is_nearly_exact():

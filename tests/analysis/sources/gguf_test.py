@@ -1,243 +1,188 @@
-"""The GGUF reader, against decoders that go number by number."""
+"""GGUF files, as transformers reads them, against loops in float64."""
 
-import struct
+import importlib.util
 
 import numpy as np
 import pytest
 
-from softbottle.analysis.sources import gguf
+from softbottle.analysis import inspection
+from softbottle.analysis.sources import hugging_face
+from softbottle.analysis.sources.reading import Reading
 
-NUMBERS = {kind.name: number for number, kind in gguf.KINDS.items()}
-
-
-def text(value):
-    raw = value.encode()
-    return struct.pack("<Q", len(raw)) + raw
-
-
-def setting(name, value):
-    """A setting as the file has it: texts, whole numbers, fractions, lists of texts."""
-    if isinstance(value, str):
-        return text(name) + struct.pack("<I", 8) + text(value)
-    if isinstance(value, list):
-        items = b"".join(map(text, value))
-        return text(name) + struct.pack("<IIQ", 9, 8, len(value)) + items
-    kind, code = (6, "f") if isinstance(value, float) else (4, "I")
-    return text(name) + struct.pack(f"<I{code}", kind, value)
-
-
-def write(path, settings, tensors, alignment=32):
-    """A GGUF file of (kind name, shape, bytes) by tensor name."""
-    header, data = b"", b""
-    for name, (kind, shape, raw) in tensors.items():
-        data += b"\0" * (-len(data) % alignment)
-        header += text(name) + struct.pack("<I", len(shape))
-        header += struct.pack(f"<{len(shape)}Q", *shape[::-1])
-        header += struct.pack("<IQ", NUMBERS[kind], len(data))
-        data += raw
-    start = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(settings))
-    start += b"".join(setting(*item) for item in settings.items()) + header
-    path.write_bytes(start + b"\0" * (-len(start) % alignment) + data)
-    return path
-
-
-def write_arrays(path, settings, arrays):
-    """A GGUF file of float32 arrays."""
-    tensors = {
-        name: ("F32", array.shape, array.astype("<f4").tobytes())
-        for name, array in arrays.items()
-    }
-    return write(path, settings, tensors)
-
-
-def half(raw, at):
-    return struct.unpack_from("<e", raw, at)[0]
-
-
-def nibble(raw, at, upper):
-    return raw[at] >> 4 if upper else raw[at] & 15
-
-
-def simple(raw, data, bits, centre):
-    """Blocks of 32 with a fifth bit in the four bytes before the data, or without."""
-    out = []
-    for j in range(32):
-        q = nibble(raw, data + j % 16, j >= 16)
-        if bits == 5:
-            q |= (struct.unpack_from("<I", raw, data - 4)[0] >> j & 1) << 4
-        offset = half(raw, 2) if centre is None else -centre * half(raw, 0)
-        out.append(half(raw, 0) * q + offset)
-    return out
-
-
-def k_scale(packed, j):
-    """The 6-bit scale and offset of stretch j, as ggml's get_scale_min_k4."""
-    if j < 4:
-        return packed[j] & 63, packed[j + 4] & 63
-    return (
-        packed[j + 4] & 15 | packed[j - 4] >> 6 << 4,
-        packed[j + 4] >> 4 | packed[j] >> 6 << 4,
-    )
-
-
-def k_block(raw, data, high):
-    out = []
-    for i in range(256):
-        j, at = divmod(i, 32)
-        q = nibble(raw, data + 32 * (j // 2) + at, j % 2)
-        if high is not None:
-            q += 16 * (raw[high + at] >> j & 1)
-        scale, offset = k_scale(raw[4:16], j)
-        out.append(half(raw, 0) * scale * q - half(raw, 2) * offset)
-    return out
-
-
-def six_bits(raw):
-    out = []
-    for i in range(256):
-        part, rest = divmod(i, 128)
-        row, at = divmod(rest, 32)
-        low = nibble(raw, 64 * part + 32 * (row % 2) + at, row >= 2)
-        q = low | (raw[128 + 32 * part + at] >> 2 * row & 3) << 4
-        scale = struct.unpack_from("b", raw, 192 + i // 16)[0]
-        out.append(half(raw, 208) * scale * (q - 32))
-    return out
-
-
-ORACLES = {
-    "F32": lambda raw: struct.unpack("<f", raw),
-    "F16": lambda raw: struct.unpack("<e", raw),
-    "BF16": lambda raw: struct.unpack("<f", b"\0\0" + raw),
-    "Q4_0": lambda raw: simple(raw, 2, 4, 8),
-    "Q4_1": lambda raw: simple(raw, 4, 4, None),
-    "Q5_0": lambda raw: simple(raw, 6, 5, 16),
-    "Q5_1": lambda raw: simple(raw, 8, 5, None),
-    "Q8_0": lambda raw: [half(raw, 0) * q for q in struct.unpack("32b", raw[2:])],
-    "Q4_K": lambda raw: k_block(raw, 16, None),
-    "Q5_K": lambda raw: k_block(raw, 48, 16),
-    "Q6_K": six_bits,
+VOCAB, DIM, INNER, LAYERS, HEADS, SHARED, SIZE = 37, 12, 20, 2, 6, 2, 4
+EPSILON, BASE = 1e-5, 5000.0
+BOS, WINDOW = 2, 9
+WORDS = ["a", "b", "<s>", "Ġ", "ab", "Ġab", *(f"w{at}" for at in range(31))]
+PARTS = {
+    "attn_q": (HEADS * SIZE, DIM),
+    "attn_k": (HEADS // SHARED * SIZE, DIM),
+    "attn_v": (HEADS // SHARED * SIZE, DIM),
+    "attn_output": (DIM, HEADS * SIZE),
+    "ffn_gate": (INNER, DIM),
+    "ffn_up": (INNER, DIM),
+    "ffn_down": (DIM, INNER),
+    "attn_norm": (DIM,),
+    "ffn_norm": (DIM,),
 }
-
-
-def random_blocks(kind, count):
-    """Blocks of random bytes whose scales are ordinary numbers."""
-    rng = np.random.default_rng(kind.size)
-    raw_NB = rng.integers(0, 256, (count, kind.size), dtype=np.uint8)
-    scales = (208,) if kind.name == "Q6_K" else (0, 2)[: 1 + kind.name.endswith("1")]
-    scales = (0, 2) if kind.name in ("Q4_K", "Q5_K") else scales
-    for at in () if kind.values == 1 else scales:
-        raw_NB[:, at : at + 2] = rng.normal(size=(count, 1)).astype("<f2").view("u1")
-    if kind.values == 1:
-        raw_NB[:, -1] &= 63  # no infinities
-    return raw_NB
-
-
-@pytest.mark.parametrize("kind", gguf.KINDS.values(), ids=lambda kind: kind.name)
-def test_every_kind_is_the_numbers_it_means(kind, tmp_path):
-    raw_NB = random_blocks(kind, 6)
-    shape = (3, 2 * kind.values)
-    path = write(tmp_path / "a.gguf", {}, {"w": (kind.name, shape, raw_NB.tobytes())})
-    expected = np.array([ORACLES[kind.name](row.tobytes()) for row in raw_NB])
-    found = gguf.read(path).array("w")
-    assert found.dtype == np.float32 and found.shape == shape
-    np.testing.assert_allclose(found, expected.reshape(shape), rtol=1e-6, atol=1e-5)
-
-
-def test_settings_and_tensors_are_found_at_their_places(tmp_path):
-    arrays = {"a": np.arange(5.0), "b": np.arange(6.0).reshape(2, 3)}
-    settings = {"name": "x", "count": 7, "rate": 0.5, "words": ["Ġa", "b"]}
-    file = gguf.read(write_arrays(tmp_path / "a.gguf", settings, arrays))
-    assert file.settings == settings
-    for name, array in arrays.items():
-        np.testing.assert_array_equal(file.array(name), array)
-
-
-def test_a_file_that_is_no_gguf_or_is_cut_short_says_so(tmp_path):
-    path = tmp_path / "a.gguf"
-    write_arrays(path, {"name": "x"}, {"w": np.ones((4, 4))})
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-1])
-    with pytest.raises(ValueError, match="cut short: w"):
-        gguf.read(path).array("w")
-    for size in range(4, 60, 7):
-        path.write_bytes(whole[:size])
-        with pytest.raises(ValueError, match="cut short or damaged"):
-            gguf.read(path)
-    path.write_bytes(b"GGML" + whole[4:])
-    with pytest.raises(ValueError, match="no GGUF file"):
-        gguf.read(path)
-    with pytest.raises(ValueError, match="is no file"):
-        gguf.read(tmp_path / "none.gguf")
-
-
-def test_a_missing_tensor_and_an_unknown_kind_are_named(tmp_path, monkeypatch):
-    path = write_arrays(tmp_path / "a.gguf", {}, {"w": np.ones(3)})
-    with pytest.raises(ValueError, match="no tensor 'v'"):
-        gguf.read(path).array("v")
-    monkeypatch.delitem(gguf.KINDS, 0)
-    with pytest.raises(ValueError, match="kind 0; only F16, Q4_0"):
-        gguf.read(path).array("w")
-
-
-def scalar(name, kind, code, value):
-    return text(name) + struct.pack(f"<I{code}", kind, value)
-
-
-def raw_file(path, settings=(), tensors=(), data=b"", counts=None):
-    """A GGUF file of settings and tensors that are bytes already."""
-    counts = counts or (len(tensors), len(settings))
-    header = b"GGUF" + struct.pack("<IQQ", 3, *counts) + b"".join((*settings, *tensors))
-    path.write_bytes(header + b"\0" * (-len(header) % 32) + data)
-    return path
-
-
-def tensor(name, shape, kind=0, start=0):
-    axes = struct.pack(f"<I{len(shape)}Q", len(shape), *shape[::-1])
-    return text(name) + axes + struct.pack("<IQ", kind, start)
-
-
-LARGE = 2**63 - 1
-IMPOSSIBLE = {
-    "alignment 0": ([scalar("general.alignment", 4, "I", 0)], [], "power of two"),
-    "alignment 24": ([scalar("general.alignment", 4, "I", 24)], [], "power of two"),
-    "alignment -32": ([scalar("general.alignment", 5, "i", -32)], [], "power of two"),
-    "alignment 1.5": ([scalar("general.alignment", 6, "f", 1.5)], [], "power of two"),
-    "alignment true": ([scalar("general.alignment", 7, "?", True)], [], "power of two"),
-    "alignment 'x'": ([setting("general.alignment", "x")], [], "power of two"),
-    "a type": ([text("a") + struct.pack("<II", 13, 0)], [], "of type 13"),
-    "nested arrays": (
-        [text("a") + struct.pack("<I", 9) + 500 * struct.pack("<IQ", 9, 1)],
-        [],
-        "of type 9",
+pytestmark = pytest.mark.skipif(
+    not all(
+        map(importlib.util.find_spec, ("torch", "transformers", "accelerate", "gguf"))
     ),
-    "a long list": ([text("a") + struct.pack("<IIQ", 9, 0, LARGE)], [], "cut short"),
-    "many texts": ([text("a") + struct.pack("<IIQ", 9, 8, LARGE)], [], "cut short"),
-    "a long text": ([text("a") + struct.pack("<IQ", 8, LARGE)], [], "cut short"),
-    "no text": ([text("a") + struct.pack("<IQ", 8, 1) + b"\xff"], [], "codec"),
-    "a setting twice": (2 * [setting("a", 1)], [], "a is there twice"),
-    "a tensor twice": ([], 2 * [tensor("w", (1,))], "w is there twice"),
-    "five axes": ([], [tensor("w", 5 * (1,))], "5 axes"),
-    "no axes": ([], [tensor("w", ())], "0 axes"),
-    "nothing in it": ([], [tensor("w", (3, 0))], "shape"),
-    "a large tensor": ([], [tensor("w", (2**31, 1))], "cut short: w"),
-    "an overflow": ([], [tensor("w", (2**32, 2**32))], "cut short: w"),
-    "a far place": ([], [tensor("w", (1,), start=2**64 - 8)], "cut short: w"),
-    "half a block": ([], [tensor("w", (2, 16), kind=2)], "blocks of Q4_0"),
-    "one over another": ([], [tensor(n, (9,)) for n in "abcdef"], "over one another"),
-}
+    reason="needs transformers, accelerate and gguf: pip install 'softbottle[gguf]'",
+)
 
 
-@pytest.mark.parametrize("case", IMPOSSIBLE)
-def test_a_file_that_says_what_cannot_be_is_one_error_that_names_it(case, tmp_path):
-    settings, tensors, message = IMPOSSIBLE[case]
-    path = raw_file(tmp_path / "a.gguf", settings, tensors, bytes(64))
-    with pytest.raises(ValueError, match=message) as refusal:
-        gguf.read(path)
-    assert "a.gguf" in str(refusal.value)
+def make_arrays():
+    rng = np.random.default_rng(0)
+    arrays = {
+        "token_embd.weight": rng.normal(size=(VOCAB, DIM)),
+        "output_norm.weight": rng.uniform(0.5, 1.5, DIM),
+        "output.weight": rng.normal(size=(VOCAB, DIM)),
+    }
+    for layer in range(LAYERS):
+        for part, shape in PARTS.items():
+            values = 0.5 * rng.normal(size=shape) + part.endswith("norm")
+            arrays[f"blk.{layer}.{part}.weight"] = values
+    return {name: array.astype(np.float32) for name, array in arrays.items()}
 
 
-@pytest.mark.parametrize("counts", [(LARGE, 0), (0, LARGE), (0, 3)])
-def test_more_settings_or_tensors_than_there_is_room_for_are_an_error(counts, tmp_path):
-    path = raw_file(tmp_path / "a.gguf", [setting("a", 1)], counts=counts)
-    with pytest.raises(ValueError, match="a.gguf is cut short or damaged"):
-        gguf.read(path)
+def make_file(path, add_bos=True, architecture="llama", without="", **more):
+    import gguf
+
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_context_length(64)
+    writer.add_embedding_length(DIM)
+    writer.add_block_count(LAYERS)
+    writer.add_feed_forward_length(INNER)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(HEADS // SHARED)
+    writer.add_rope_dimension_count(SIZE)
+    writer.add_rope_freq_base(BASE)
+    writer.add_layer_norm_rms_eps(EPSILON)
+    writer.add_vocab_size(VOCAB)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(WORDS)
+    writer.add_token_merges(["a b", "Ġ ab"])
+    writer.add_bos_token_id(BOS)
+    writer.add_eos_token_id(BOS)
+    if add_bos is not None:
+        writer.add_add_bos_token(add_bos)
+    for name, array in (make_arrays() | more).items():
+        if name != without:
+            writer.add_tensor(name, array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def make_ids(folder):
+    path = folder / "ids.npy"
+    np.save(path, np.random.default_rng(0).integers(0, VOCAB, 40))
+    return path
+
+
+def norm(x_D, scale_D):
+    return x_D / np.sqrt(np.mean(x_D**2) + EPSILON) * scale_D
+
+
+def turned(x_H, position):
+    """Pairs as complex numbers, turned by the position times their rate."""
+    z = x_H[::2] + 1j * x_H[1::2]
+    z = z * np.exp(1j * position * BASE ** (-np.arange(0, SIZE, 2) / SIZE))
+    return np.stack([z.real, z.imag], axis=1).ravel()
+
+
+def reference(ids_S):
+    """States by layer and the last position's weights, position by position."""
+    p = {name: array.astype(np.float64) for name, array in make_arrays().items()}
+    x_SD = p["token_embd.weight"][ids_S]
+    states, weights = [x_SD], []
+    for layer in range(LAYERS):
+        w = {part: p[f"blk.{layer}.{part}.weight"] for part in PARTS}
+        y = [norm(x, w["attn_norm"]) for x in x_SD]
+        q, k, v = (
+            [(w[part] @ row).reshape(-1, SIZE) for row in y]
+            for part in ("attn_q", "attn_k", "attn_v")
+        )
+        mixed, last = [], np.zeros((HEADS, len(y)))
+        for s in range(len(y)):
+            heads = []
+            for n in range(HEADS):
+                m = n // SHARED
+                z = [turned(q[s][n], s) @ turned(k[t][m], t) for t in range(s + 1)]
+                a = np.exp(np.array(z) / np.sqrt(SIZE))
+                heads.append(sum(a[t] / a.sum() * v[t][m] for t in range(s + 1)))
+                last[n, : s + 1] = a / a.sum()
+            mixed.append(w["attn_output"] @ np.concatenate(heads))
+        x_SD = x_SD + np.array(mixed)
+        y = [norm(x, w["ffn_norm"]) for x in x_SD]
+        gate = [w["ffn_gate"] @ row for row in y]
+        up = [w["ffn_up"] @ row for row in y]
+        change = [g / (1 + np.exp(-g)) * u for g, u in zip(gate, up, strict=True)]
+        x_SD = x_SD + np.array([w["ffn_down"] @ row for row in change])
+        states.append(x_SD)
+        weights.append(last)
+    states[-1] = np.array([norm(x, p["output_norm.weight"]) for x in x_SD])
+    return states, np.stack(weights)
+
+
+@pytest.mark.parametrize("add_bos", [True, False])
+def test_states_and_attention_are_those_of_the_loops(add_bos, tmp_path):
+    path = make_file(tmp_path / "tiny.gguf", add_bos)
+    ids = np.load(make_ids(tmp_path))
+    found = hugging_face.from_gguf(path, Reading(tmp_path / "ids.npy", 18, WINDOW))
+    front = [BOS] if add_bos else []
+    states, weights_LHS = reference([*front, *ids[WINDOW : 2 * WINDOW]])
+    assert len(found.states) == LAYERS + 1
+    for layer_ND, expected_SD in zip(found.states, states, strict=True):
+        np.testing.assert_allclose(
+            layer_ND[WINDOW:], expected_SD[len(front) :], rtol=2e-4, atol=2e-5
+        )
+    measured_LHS = np.exp(found.logits_LWHS[:, 1])
+    np.testing.assert_allclose(measured_LHS, weights_LHS, rtol=2e-4, atol=2e-5)
+    np.testing.assert_array_equal(found.table_VE, make_arrays()["output.weight"])
+    assert found.name == "tiny" and found.bias_V is None
+    expected = "adds <s> (2) before" if add_bos else "adds no token before a text"
+    assert expected in found.facts[-1]
+
+
+def test_a_file_s_own_words_and_merges_make_its_tokenizer(tmp_path):
+    path = make_file(tmp_path / "tiny.gguf", add_bos=None)
+    (tmp_path / "a.txt").write_text("ab ab ba" + " ab" * 20)
+    found = hugging_face.from_gguf(path, Reading(tmp_path / "a.txt", 18, WINDOW))
+    assert found.text.ids.tolist() == [4, 5, 3, 1, 0, *[5] * 20]
+    # The file says nothing of the beginning, so its tokenizer's encoding does.
+    assert "adds no token" in found.facts[-1]
+    (section,) = inspection.of_pretrained(found, ["rank"])
+    assert section.numbers["tiny"]["bound"] == DIM + 1
+
+
+def test_rotations_that_transformers_passes_over_are_told(tmp_path):
+    reading = Reading(make_ids(tmp_path), 18, WINDOW)
+    factors = {"rope_freqs.weight": np.full(SIZE // 2, 2.0, np.float32)}
+    path = make_file(tmp_path / "turned.gguf", **factors)
+    found = hugging_face.from_gguf(path, reading)
+    assert any("Not read by transformers: rope_freqs" in f for f in found.facts)
+    plain = hugging_face.from_gguf(make_file(tmp_path / "tiny.gguf"), reading)
+    assert not any("Not read" in fact for fact in plain.facts)
+    # Should transformers come to read them, the sentence above is wrong.
+    np.testing.assert_array_equal(found.states[-1], plain.states[-1])
+
+
+def test_files_that_cannot_be_read_are_refused_in_one_line(tmp_path):
+    whole = make_file(tmp_path / "tiny.gguf").read_bytes()
+    reading = Reading(make_ids(tmp_path), 18, WINDOW)
+    for size in (6, len(whole) // 8, len(whole) // 2):
+        (tmp_path / "cut.gguf").write_bytes(whole[:size])
+        with pytest.raises((ValueError, OSError), match="cut") as raised:
+            hugging_face.from_gguf(tmp_path / "cut.gguf", reading)
+        assert "\n" not in str(raised.value)
+    odd = make_file(tmp_path / "odd.gguf", architecture="unheard_of")
+    with pytest.raises(ValueError, match="odd.*unheard_of"):
+        hugging_face.from_gguf(odd, reading)
+    part = make_file(tmp_path / "part.gguf", without="blk.1.attn_q.weight")
+    with pytest.raises(ValueError, match="part lacks 1 of its parameters.*q_proj"):
+        hugging_face.from_gguf(part, reading)

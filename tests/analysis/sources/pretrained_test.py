@@ -2,19 +2,22 @@
 
 import importlib.util
 import json
+import pathlib
 import sys
+import types
 
 import numpy as np
 import pytest
+from scipy import special
 
 from softbottle.analysis import inspection
 from softbottle.analysis.instruments import predictions
-from softbottle.analysis.sources import gguf, hugging_face, llama
+from softbottle.analysis.sources import hugging_face
 from softbottle.analysis.sources.reading import Reading
 from tests import commands
-from tests.analysis.sources import gguf_test, llama_test
 
-WINDOW, POSITIONS = 16, 40
+VOCAB, DIM = 37, 12
+WORDS = ["<unk>", "<bos>", "<eos>", *"abcdefghijklmnopqrstuvwxyz", *map(str, range(8))]
 HAS_TORCH = all(map(importlib.util.find_spec, ("torch", "transformers")))
 needs_torch = pytest.mark.skipif(
     not HAS_TORCH,
@@ -22,266 +25,287 @@ needs_torch = pytest.mark.skipif(
 )
 
 
-def make_ids(folder, count=100, vocab=llama_test.VOCAB):
+def make_ids(folder, count=100, vocab=VOCAB):
     path = folder / "ids.npy"
-    np.save(path, np.random.default_rng(0).integers(0, vocab, count))
+    np.save(path, np.random.default_rng(0).integers(3, vocab, count))
     return path
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("pretrained")
-    llama_test.make_file(folder / "tiny.gguf")
-    make_ids(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def capture(folder):
-    reading = Reading(folder / "ids.npy", POSITIONS, WINDOW)
-    return llama.from_gguf(folder / "tiny.gguf", reading)
-
-
-def test_whole_stretches_are_read_each_from_its_start(folder, capture):
-    ids = np.load(folder / "ids.npy")
-    count = POSITIONS // WINDOW
-    model = llama.load(gguf.read(folder / "tiny.gguf"))
-    second = llama.trace(model, ids[WINDOW : 2 * WINDOW])
-    for found, expected in zip(capture.states, second.states, strict=True):
-        assert len(found) == count * WINDOW
-        np.testing.assert_array_equal(found[WINDOW : 2 * WINDOW], expected)
-    np.testing.assert_array_equal(capture.logits_LWHS[:, 1], second.logits_LHS)
-    np.testing.assert_array_equal(
-        capture.tokens[0].labels_T, ids[1 : count * WINDOW + 1]
-    )
-    np.testing.assert_array_equal(capture.text.ids, ids)
-    assert capture.bias_V is None and capture.name == "tiny"
-
-
-def test_more_of_the_text_is_read_for_the_head_s_states_alone(folder, capture):
-    reading = Reading(folder / "ids.npy", POSITIONS, WINDOW, frozen=70)
-    found = llama.from_gguf(folder / "tiny.gguf", reading)
-    np.testing.assert_array_equal(found.states[-1], capture.states[-1])
-    assert (
-        len(found.frozen.hidden_TD) == 4 * WINDOW
-        and len(found.states[-1]) == 2 * WINDOW
-    )
-    np.testing.assert_array_equal(
-        found.frozen.hidden_TD[: 2 * WINDOW], found.states[-1]
-    )
-    model = llama.load(gguf.read(folder / "tiny.gguf"))
-    last = llama.trace(model, found.text.ids[3 * WINDOW : 4 * WINDOW]).states[-1]
-    np.testing.assert_array_equal(found.frozen.hidden_TD[3 * WINDOW :], last)
-
-
-def test_every_instrument_reads_a_pretrained_model(capture):
-    sections = inspection.of_pretrained(capture)
-    assert len(sections) == len(inspection.PRETRAINED)
-    numbers = {section.title: section.numbers for section in sections}
-    found = numbers["Rank"]["tiny"]
-    assert found["bound"] == llama_test.DIM + 1
-    assert found["ranks"]["ranks"]["float32"] == llama_test.DIM + 1
-    layers = numbers["Saturation"]["tiny"]["anisotropy_L"]
-    assert len(layers) == llama_test.LAYERS + 1
-
-
-def test_an_output_table_of_its_own_is_the_one_that_is_used(tmp_path):
-    table_VD = np.random.default_rng(5).normal(size=(llama_test.VOCAB, llama_test.DIM))
-    path = llama_test.make_file(tmp_path / "a.gguf", **{"output.weight": table_VD})
-    reading = Reading(make_ids(tmp_path), 8, 8)
-    found = llama.from_gguf(path, reading)
-    np.testing.assert_allclose(found.table_VE, table_VD, rtol=1e-6)
-
-
-def test_of_another_architecture_the_head_alone_is_read(tmp_path):
-    settings = llama_test.make_settings() | {"general.architecture": "gemma"}
-    path = llama_test.make_file(tmp_path / "a.gguf", settings)
-    found = llama.from_gguf(path, Reading("no such text"))
-    assert found.states is None and len(found.table_VE) == llama_test.VOCAB
-    sections = inspection.of_pretrained(found)
-    titles = [section.title for section in sections]
-    assert titles == ["Saturation", "What can be on top"]
-
-
-def test_texts_that_cannot_be_read_are_errors(folder, tmp_path):
-    path = folder / "tiny.gguf"
-    with pytest.raises(ValueError, match="is no file"):
-        llama.from_gguf(path, Reading(tmp_path / "none.txt"))
-    with pytest.raises(ValueError, match="three or more"):
-        llama.from_gguf(path, Reading(make_ids(tmp_path, 2)))
-    with pytest.raises(ValueError, match=r"lie in \[0, 37\)"):
-        llama.from_gguf(path, Reading(make_ids(tmp_path, 90, 50)))
-    (tmp_path / "a.txt").write_text("words")
-    with pytest.raises((ValueError, ImportError), match="npy|pip install"):
-        llama.from_gguf(path, Reading(tmp_path / "a.txt"))
-
-
-@pytest.mark.skipif(
-    not importlib.util.find_spec("tokenizers"),
-    reason="needs tokenizers: pip install 'softbottle[gguf]'",
-)
-def test_a_file_s_own_words_and_merges_make_its_tokenizer(tmp_path):
-    words = [
-        "a",
-        "b",
-        "1",
-        "2",
-        "Ġ",
-        "ab",
-        "Ġab",
-        "12",
-        *(f"w{at}" for at in range(29)),
-    ]
-    settings = llama_test.make_settings() | {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.tokens": words,
-        "tokenizer.ggml.merges": ["a b", "Ġ ab", "1 2"],
-    }
-    (tmp_path / "a.txt").write_text("ab ab 12 ba")
-    for kind, digits in (("gpt-2", [4, 7]), ("smollm", [4, 2, 3])):
-        path = llama_test.make_file(
-            tmp_path / "a.gguf", settings | {"tokenizer.ggml.pre": kind}
-        )
-        found = llama.from_gguf(path, Reading(tmp_path / "a.txt"))
-        assert found.text.ids.tolist() == [5, 6, *digits, 4, 1, 0]
-
-
-@pytest.mark.skipif(
-    not importlib.util.find_spec("tokenizers"),
-    reason="needs tokenizers: pip install 'softbottle[gguf]'",
-)
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"tokens": None},
-        {"merges": None},
-        {"tokens": 3},
-        {"merges": "a b"},
-        {"merges": ["a b c"]},
-        {"merges": ["a"]},
-        {"merges": ["a 2"]},
-    ],
-)
-def test_a_tokenizer_that_cannot_be_is_one_error(changes, tmp_path):
-    made = {"model": "gpt2", "pre": "gpt-2", "tokens": ["a", "b", "ab"]}
-    made = made | {"merges": ["a b"]} | changes
-    settings = llama_test.make_settings() | {
-        f"tokenizer.ggml.{name}": value
-        for name, value in made.items()
-        if value is not None
-    }
-    path = llama_test.make_file(tmp_path / "a.gguf", settings)
-    (tmp_path / "a.txt").write_text("ab ab")
-    with pytest.raises(ValueError, match="a.gguf"):
-        llama.from_gguf(path, Reading(tmp_path / "a.txt"))
-
-
-def test_a_head_that_is_no_table_is_named(folder, tmp_path):
-    settings = llama_test.make_settings()
-    for architecture in ("llama", "gemma"):
-        path = llama_test.make_file(
-            tmp_path / "a.gguf",
-            settings | {"general.architecture": architecture},
-            **{"output.weight": np.ones(5)},
-        )
-        with pytest.raises(ValueError, match="output.weight of .*a.gguf"):
-            llama.from_gguf(path, Reading(folder / "ids.npy"))
-
-
-def test_ids_in_a_file_that_lies_and_text_that_is_none_are_errors(folder, tmp_path):
-    path = folder / "tiny.gguf"
-    header = b"{'descr': '<i8', 'fortran_order': False, 'shape': (%d,), }" % 2**40
-    raw = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header
-    (tmp_path / "a.npy").write_bytes(raw + bytes(64))
-    with pytest.raises(ValueError, match="a.npy .* there are 64"):
-        llama.from_gguf(path, Reading(tmp_path / "a.npy"))
-    (tmp_path / "a.txt").write_bytes(b"caf\xe9")
-    with pytest.raises(ValueError, match="a.txt is no text in UTF-8"):
-        llama.from_gguf(path, Reading(tmp_path / "a.txt"))
-
-
-def test_missing_packages_are_named_with_the_command_that_brings_them(monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(ImportError, match=r"pip install 'softbottle\[hf\]'"):
-        hugging_face.from_hf("folder", Reading("text"))
-
-
-def tiny_hf(name):
+def make_config(name, **changes):
     import transformers
 
-    shared = {"vocab_size": 37, "hidden_size": 12, "num_hidden_layers": 2}
+    shared = {"vocab_size": VOCAB, "hidden_size": DIM, "num_hidden_layers": 2}
     shared |= {"num_attention_heads": 3, "max_position_embeddings": 64}
     gated = shared | {"num_key_value_heads": 1, "intermediate_size": 20}
-    made = {
-        "GPT2": lambda: transformers.GPT2Config(
-            vocab_size=37, n_embd=12, n_layer=2, n_head=3, n_positions=64
-        ),
-        "GPTNeoX": lambda: transformers.GPTNeoXConfig(**shared, intermediate_size=20),
-        "OPT": lambda: transformers.OPTConfig(
-            **shared, ffn_dim=20, word_embed_proj_dim=8
-        ),
-        "Llama": lambda: transformers.LlamaConfig(**gated),
-        "Mistral": lambda: transformers.MistralConfig(**gated),
-        "Gemma": lambda: transformers.GemmaConfig(**gated, head_dim=4),
-        "Gemma2": lambda: transformers.Gemma2Config(
-            **gated, head_dim=4, final_logit_softcapping=0.1
-        ),
-    }[name]()
+    sizes = {
+        "GPT2": {"vocab_size": VOCAB, "n_embd": DIM, "n_layer": 2, "n_head": 3}
+        | {"n_positions": 64},
+        "GPTNeoX": shared | {"intermediate_size": 20},
+        "OPT": shared | {"ffn_dim": 20, "word_embed_proj_dim": 8},
+        "Gemma": gated | {"head_dim": 4},
+        "Gemma2": gated | {"head_dim": 4, "final_logit_softcapping": 0.1},
+        "Gemma3Text": gated
+        | {"head_dim": 4, "sliding_window": 7}
+        | {"layer_types": ["sliding_attention", "full_attention"]},
+        "Granite": gated | {"logits_scaling": 8.0},
+        "Mamba": {"vocab_size": VOCAB, "hidden_size": DIM, "num_hidden_layers": 2}
+        | {"state_size": 4},
+    }.get(name, gated)
+    made = getattr(transformers, f"{name}Config")(**sizes | changes)
     # None, or the padding's embedding is 0 and has no direction.
     made.bos_token_id = made.eos_token_id = made.pad_token_id = None
+    return made
+
+
+def make_model(folder, name, **changes):
+    """A small model of random parameters, saved in a folder."""
+    import transformers
+
     transformers.set_seed(0)
-    return transformers.AutoModelForCausalLM.from_config(made)
+    config = make_config(name, **changes)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.eval().save_pretrained(folder)
+    return model
+
+
+def make_tokenizer(folder, template):
+    """Letters and digits as tokens; a template says what an encoding adds."""
+    import tokenizers
+    import transformers
+
+    made = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel(
+            {word: at for at, word in enumerate(WORDS)}, unk_token="<unk>"
+        )
+    )
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.post_processor = tokenizers.processors.TemplateProcessing(
+        single=template, special_tokens=[("<bos>", 1), ("<eos>", 2)]
+    )
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, bos_token="<bos>", eos_token="<eos>", unk_token="<unk>"
+    ).save_pretrained(folder)
+
+
+def make_text(folder):
+    words = np.random.default_rng(2).choice(WORDS[3:], 80)
+    path = folder / "text.txt"
+    path.write_text(" ".join(words))
+    return path, np.array([WORDS.index(word) for word in words])
+
+
+def log_probs(model, ids):
+    """What the model itself predicts, in float64."""
+    import torch
+
+    with torch.no_grad():
+        logits_SV = model(torch.tensor(ids)[None]).logits[0].double().numpy()
+    return special.log_softmax(logits_SV, axis=1)
+
+
+def test_missing_packages_are_named_with_the_command_that_brings_them(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(ImportError, match=r"pip install 'softbottle\[hf\]'"):
+        hugging_face.from_hf("folder", Reading("text"))
+    (tmp_path / "a.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ImportError, match=r"pip install 'softbottle\[gguf\]'"):
+        hugging_face.from_gguf(tmp_path / "a.gguf", Reading("text"))
 
 
 @needs_torch
 @pytest.mark.parametrize(
-    "name", ["GPT2", "GPTNeoX", "OPT", "Llama", "Mistral", "Gemma"]
+    "name", ["GPT2", "GPTNeoX", "OPT", "Llama", "Mistral", "Gemma", "Granite"]
 )
 def test_hugging_face_models_come_through_one_door(name, tmp_path):
-    import torch
-
-    model = tiny_hf(name).eval()
-    model.save_pretrained(tmp_path / name)
+    model = make_model(tmp_path / name, name)
     path = make_ids(tmp_path)
     found = hugging_face.from_hf(tmp_path / name, Reading(path, 32, 16))
-    ids = torch.tensor(np.load(path)[16:32])[None]
-    with torch.no_grad():
-        expected = model(ids).logits[0].log_softmax(-1).numpy()
     blocks = list(predictions.rows(found))
+    expected = log_probs(model, np.load(path)[16:32])
     np.testing.assert_allclose(blocks[0][16:], expected, rtol=1e-4, atol=1e-5)
     assert found.logits_LWHS.shape == (2, 2, 3, 16)
     np.testing.assert_allclose(np.exp(found.logits_LWHS).sum(-1), 1, rtol=1e-5)
+    assert found.spans_L.tolist() == [16, 16]
     sections = inspection.sections(
         [found], ("rank", "saturation", "attention", "gradient")
     )
     assert len(sections) == 4
+    # A constant factor leaves a softmax, and its bound.
+    assert sections[0].numbers[name]["bound"] == found.table_VE.shape[1] + 1
+    told = any("a factor of 0.125" in fact for fact in found.facts)
+    assert told == (name == "Granite")
 
 
 @needs_torch
-def test_a_head_that_is_no_softmax_and_a_folder_without_a_model_are_errors(tmp_path):
+@pytest.mark.parametrize("template", ["<bos> $A", "<bos> $A <eos>", "$A", "$A <eos>"])
+def test_windows_start_as_the_tokenizer_s_own_encoding_does(template, tmp_path):
+    model = make_model(tmp_path / "tiny", "Llama")
+    make_tokenizer(tmp_path / "tiny", template)
+    text, ids = make_text(tmp_path)
+    front = [1] if template.startswith("<bos>") else []
+    found = hugging_face.from_hf(tmp_path / "tiny", Reading(text, 32, 16))
+    np.testing.assert_array_equal(found.text.ids, ids)
+    second = log_probs(model, [*front, *ids[16:32]])[len(front) :]
+    log_p_NV = np.concatenate(list(predictions.rows(found)))
+    np.testing.assert_allclose(log_p_NV[16:], second, rtol=1e-4, atol=1e-5)
+    first = log_probs(model, [*front, *ids[:16]])[len(front) :]
+    loss = -np.concatenate([first, second])[np.arange(32), ids[1:33]].mean()
+    (section,) = inspection.of_pretrained(found, ["rank"])
+    assert section.numbers["tiny"]["loss"] == pytest.approx(loss, rel=1e-5)
+    note = found.facts[-1]
+    expected = "adds <bos> (1) before a text" if front else "adds no token before"
+    assert note.startswith("Beginning of sequence: ") and expected in note
+    # Ids in a file are read behind the same token.
+    np.save(tmp_path / "ids.npy", ids)
+    by_ids = hugging_face.from_hf(
+        tmp_path / "tiny", Reading(tmp_path / "ids.npy", 32, 16)
+    )
+    np.testing.assert_array_equal(by_ids.states[-1], found.states[-1])
+
+
+@needs_torch
+def test_soft_capped_logits_are_measured_as_such(tmp_path):
+    model = make_model(tmp_path / "capped", "Gemma2", final_logit_softcapping=0.5)
+    path = make_ids(tmp_path, 200)
+    found = hugging_face.from_hf(tmp_path / "capped", Reading(path, 64, 16))
+    expected = log_probs(model, np.load(path)[:16])
+    for precision, tolerance in (("float32", 1e-5), ("float64", 1e-6)):
+        log_p_NV = np.concatenate(list(predictions.rows(found, precision)))
+        np.testing.assert_allclose(log_p_NV[:16], expected, atol=tolerance)
+        by_word = np.concatenate(list(predictions.columns(found, precision))).T
+        np.testing.assert_allclose(by_word, log_p_NV, atol=tolerance)
+    names = [*inspection.PRETRAINED, "lowrank"]
+    sections = {s.title: s for s in inspection.of_pretrained(found, names)}
+    rank = sections["Rank"].numbers["capped"]
+    # The cap is no linear map of the states: the rank of a softmax is exceeded.
+    assert rank["bound"] == DIM + 1 < rank["ranks"]["ranks"]["float32"]
+    assert rank["lifted"] and "which lifts that bound" in sections["Rank"].reading
+    assert "skipped: capped: heads of limited rank" in sections["lowrank"].reading
+    plain = np.concatenate(list(predictions.rows(found)))
+    p_NV, labels_N = np.exp(plain.astype(float)), found.tokens[0].labels_T
+    p_NV[np.arange(64), labels_N] -= 1
+    z_NV = found.states[-1].astype(float) @ found.table_VE.T.astype(float)
+    d_NV = p_NV * (1 - np.tanh(z_NV / 0.5) ** 2)
+    basis_VE = np.linalg.svd(found.table_VE.astype(float), full_matrices=False)[0]
+    kept = np.linalg.norm(d_NV @ basis_VE) / np.linalg.norm(d_NV)
+    measured = sections["Gradient"].numbers["capped"]["kept"]
+    assert measured == pytest.approx(kept, rel=1e-3)
+    assert any("0.5 tanh(z / 0.5)" in fact for fact in found.facts)
+
+
+@needs_torch
+def test_layers_of_sliding_window_attention_are_judged_by_their_window(tmp_path):
+    make_model(tmp_path / "slides", "Gemma3Text")
+    reading = Reading(make_ids(tmp_path), 32, 16)
+    found = hugging_face.from_hf(tmp_path / "slides", reading)
+    assert found.spans_L.tolist() == [7, 16]
+    (section,) = inspection.of_pretrained(found, ["attention"])
+    # Random parameters spread evenly, over what there is to see.
+    assert np.all(section.numbers["slides"]["spread_LH"] > 0.9)
+
+
+@needs_torch
+def test_a_model_without_attention_is_measured_but_for_it(tmp_path):
+    make_model(tmp_path / "ssm", "Mamba")
+    found = hugging_face.from_hf(tmp_path / "ssm", Reading(make_ids(tmp_path), 32, 16))
+    rank, skipped = inspection.of_pretrained(found, ["rank", "attention"])
+    assert rank.numbers["ssm"]["ranks"]["ranks"]["float32"] == DIM + 1
+    assert skipped.reading == "skipped: ssm: the model has no attention."
+
+
+@needs_torch
+def test_models_that_cannot_be_read_are_refused_in_one_line(tmp_path):
     reading = Reading(make_ids(tmp_path), 16, 16)
     with pytest.raises(ValueError, match="no config.json"):
         hugging_face.from_hf(tmp_path, reading)
-    tiny_hf("Gemma2").save_pretrained(tmp_path / "capped")
-    with pytest.raises(ValueError, match="changes its logits after the head"):
-        hugging_face.from_hf(tmp_path / "capped", reading)
+    make_model(tmp_path / "short", "GPT2", n_positions=8)
+    with pytest.raises(ValueError, match=r"short has 8 positions.*--window=8"):
+        hugging_face.from_hf(tmp_path / "short", reading)
+    text, _ = make_text(tmp_path)
+    with pytest.raises(ValueError, match="short has no tokenizer.*npy") as raised:
+        hugging_face.from_hf(tmp_path / "short", Reading(text, 8, 8))
+    assert "\n" not in str(raised.value)
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / "config.json").write_text(json.dumps({"model_type": "odd"}))
+    with pytest.raises(ValueError, match="transformers cannot read odd") as raised:
+        hugging_face.from_hf(tmp_path / "odd", reading)
+    assert "\n" not in str(raised.value)
 
 
+@needs_torch
+def test_logits_that_are_changed_in_another_way_are_refused(tmp_path, monkeypatch):
+    import transformers
+
+    make_model(tmp_path / "bent", "Llama")
+    forward = transformers.LlamaForCausalLM.forward
+
+    def bent(self, *args, **kwargs):
+        output = forward(self, *args, **kwargs)
+        output.logits = output.logits**3
+        return output
+
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", bent)
+    reading = Reading(make_ids(tmp_path), 16, 16)
+    with pytest.raises(ValueError, match="bent changes its logits after the head"):
+        hugging_face.from_hf(tmp_path / "bent", reading)
+
+
+@needs_torch
 @pytest.mark.slow
-def test_the_command_reads_a_gguf_file(folder, tmp_path):
-    flags = [f"--gguf={folder / 'tiny.gguf'}", f"--text={folder / 'ids.npy'}"]
-    flags += ["--positions=32", "--window=16", "--instruments=rank,attention"]
-    commands.run("analyze.py", *flags, f"--out={tmp_path / 'out'}")
+def test_the_command_says_what_was_read_and_what_was_left_out(tmp_path):
+    make_model(tmp_path / "tiny", "Mamba")
+    make_tokenizer(tmp_path / "tiny", "<bos> $A")
+    text, _ = make_text(tmp_path)
+    flags = [f"--hf={tmp_path / 'tiny'}", f"--text={text}", "--positions=32"]
+    flags += ["--window=16", "--instruments=rank,attention"]
+    printed = commands.run("analyze.py", *flags, f"--out={tmp_path / 'out'}")
+    page = (tmp_path / "out" / "report.html").read_text()
+    for where in (printed, page):
+        assert "Beginning of sequence: the tokenizer adds " in where
+        assert "skipped: tiny: the model has no attention." in where
     numbers = json.loads((tmp_path / "out" / "report.json").read_text())
-    assert set(numbers) == {"Rank", "Attention by layer"}
+    assert set(numbers) == {"header", "Rank", "attention"}
+    assert any("in 2 windows of 16" in line for line in numbers["header"])
 
 
-def test_a_file_cut_short_is_an_error(folder, tmp_path):
+def test_of_a_gguf_file_transformers_is_asked_for_that_file_alone(
+    tmp_path, monkeypatch
+):
+    """Where transformers is not installed, what it is asked for can still be seen."""
+    asked = []
+
+    def from_pretrained(**settings):
+        asked.append(settings)
+        raise KeyError("an\nodd error")
+
+    class Reader:
+        tensors = ()
+
+        def __init__(self, path):
+            assert pathlib.Path(path).read_bytes() == b"GGUF"
+
+        def get_field(self, key):
+            del key
+
+    auto = types.SimpleNamespace(from_pretrained=from_pretrained)
+    stand_in = types.SimpleNamespace(AutoModelForCausalLM=auto)
+    monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "transformers", stand_in)
+    monkeypatch.setitem(sys.modules, "gguf", types.SimpleNamespace(GGUFReader=Reader))
+    monkeypatch.setitem(sys.modules, "accelerate", types.SimpleNamespace())
     path = tmp_path / "a.gguf"
-    whole = (folder / "tiny.gguf").read_bytes()
-    path.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ValueError, match="cut short"):
-        llama.from_gguf(path, Reading(folder / "ids.npy"))
-    gguf_test.write_arrays(path, {}, {"other": np.ones(3)})
-    with pytest.raises(ValueError, match="token_embd.weight"):
-        llama.from_gguf(path, Reading(folder / "ids.npy"))
+    path.write_bytes(b"GGUF")
+    with pytest.raises(ValueError, match="transformers cannot read a: KeyError"):
+        hugging_face.from_gguf(path, Reading(make_ids(tmp_path)))
+    (settings,) = asked
+    assert settings["pretrained_model_name_or_path"] == str(tmp_path)
+    assert settings["gguf_file"] == "a.gguf" and settings["local_files_only"]
+    assert settings["trust_remote_code"] is False
+    path.write_bytes(b"ZIP")
+    with pytest.raises(ValueError, match="is no GGUF file"):
+        hugging_face.from_gguf(path, Reading(make_ids(tmp_path)))
+    with pytest.raises(ValueError, match="is no file"):
+        hugging_face.from_gguf(tmp_path / "none.gguf", Reading(make_ids(tmp_path)))
