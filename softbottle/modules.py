@@ -30,13 +30,19 @@ class _Calls:
         hidden: jax.Array,
         labels: jax.Array,
         weights: jax.Array | None = None,
+        **terms: Any,
     ) -> jax.Array:
-        """The weighted sum of the tokens' negative log-likelihoods, a scalar."""
-        return _loss(self._call, hidden, labels, weights)
+        """The weighted sum of the tokens' negative log-likelihoods, a scalar.
 
-    def nll(self, hidden: jax.Array, labels: jax.Array) -> jax.Array:
-        """-log P(label), in the shape of the labels."""
-        return _by_token(self._call, "nll", hidden, labels.reshape(-1))
+        `terms` are those of `Head.loss`: `label_smoothing`, `ignore_label` and so on.
+        """
+        if terms.get("reduction") == "none":
+            raise ValueError("reduction='none' is `nll`, times the weights.")
+        return _loss(self._call, hidden, labels, weights, terms)
+
+    def nll(self, hidden: jax.Array, labels: jax.Array, **terms: Any) -> jax.Array:
+        """-log P(label), in the shape of the labels; `terms` as of `Head.nll`."""
+        return _by_token(self._call, "nll", hidden, labels.reshape(-1), **terms)
 
     def log_probs(self, hidden: jax.Array) -> jax.Array:
         """Log P(v) of every word, on a new last axis."""
@@ -146,10 +152,10 @@ class NnxHead(_Calls, nnx.Module):
         return function(*output, hidden_TD, *arguments, **named)
 
 
-def _loss(call, hidden, labels, weights):
+def _loss(call, hidden, labels, weights, terms):
     labels_T = labels.reshape(-1)
     weights_T = jnp.ones(labels_T.shape) if weights is None else weights.reshape(-1)
-    return call("loss", _flat(hidden), labels_T, weights_T)
+    return call("loss", _flat(hidden), labels_T, weights_T, **terms)
 
 
 def _by_token(call, name, hidden, *arguments, **named):

@@ -148,3 +148,25 @@ def test_options_reach_the_operation(kind):
     with pytest.raises(ValueError, match=f"vocab={VOCAB + 1} exceeds"):
         run, _ = MAKERS[kind](HEADS["mos"], options=options)
         run({"__call__": (hidden, labels)})
+
+
+def test_terms_of_the_loss_are_handed_on():
+    head = softbottle.softmax()
+    module = modules.NnxHead(
+        head, WIDTH, vocab=VOCAB, context_dim=WIDTH, rngs=nnx.Rngs(0)
+    )
+    hidden, labels, weights = make_inputs()
+    hidden = hidden[..., :WIDTH]
+    flat = (hidden.reshape(6, WIDTH), labels.reshape(6))
+    output = ({}, module.table_VE[...], module.bias_V[...])
+    terms = {"label_smoothing": 0.2, "ignore_label": 3}
+    ours = module(hidden, labels, weights, **terms)
+    np.testing.assert_allclose(
+        ours, head.loss(*output, *flat, weights.reshape(6), **terms), rtol=1e-6
+    )
+    nll = module.nll(hidden, labels, **terms)
+    np.testing.assert_allclose(
+        nll.reshape(6), head.nll(*output, *flat, **terms), rtol=1e-6
+    )
+    with pytest.raises(ValueError, match="reduction='none' is `nll`"):
+        module(hidden, labels, reduction="none")

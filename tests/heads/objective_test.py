@@ -236,6 +236,26 @@ def test_large_logits_and_ignored_tokens(head):
     np.testing.assert_array_equal(bars[1][2], 0.0)
 
 
+def test_several_models_and_checkpoints():
+    """Under vmap and remat, sums and tokens are what they are one by one."""
+    head, options = CASES["mos"].head, Options(vocab=VOCAB, budget_bytes=ODD_BUDGET)
+    _, padded = make_inputs("mos")
+    inputs = oracle.cast(padded, jnp.float32)
+    tables = jnp.stack([inputs.table_VE, 0.5 * inputs.table_VE])
+
+    def total(table_VE):
+        arrays = (inputs.params, table_VE, *inputs[2:5])
+        found = head.measure(*arrays, NAMED, temperature=TEMPERATURE, options=options)
+        loss = head.loss(*arrays, label_smoothing=A, options=options)
+        return loss + weighted(found)
+
+    one = jax.jit(jax.value_and_grad(total))
+    several = jax.jit(jax.vmap(jax.value_and_grad(jax.checkpoint(total))))(tables)
+    for index, table_VE in enumerate(tables):
+        for ours, exact in zip(several, one(table_VE), strict=True):
+            np.testing.assert_allclose(ours[index], exact, rtol=2e-5, atol=2e-5)
+
+
 @pytest.mark.parametrize(
     ("terms", "message"),
     [
