@@ -30,7 +30,7 @@ from softbottle.data.batches import Batch
 from softbottle.heads import cache
 from softbottle.ops import device as device_lib
 from softbottle.ops.device import Device
-from softbottle.ops.mixture import api
+from softbottle.ops.mixture import api, rows
 from softbottle.ops.mixture.implementation import Choice
 from softbottle.ops.mixture.options import Options
 
@@ -277,7 +277,8 @@ class Model:
     def _embed(self, table_VE, ids_BS, keys):
         """Rows of the table, whole rows of it dropped in training."""
         if self.mesh is None:
-            embedded_BSE = table_VE[ids_BS]
+            embedded_TE = rows.lookup(table_VE, ids_BS.reshape(-1))
+            embedded_BSE = embedded_TE.reshape(*ids_BS.shape, -1)
         else:
             embedded_BSE = sharding.lookup(self.mesh, table_VE, ids_BS)
         rate = self.config.regularise.rows

@@ -31,6 +31,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from softbottle import config as config_lib
+from softbottle.ops.mixture import rows
 
 DATA, MODEL = "data", "model"
 ROWS = P((DATA, MODEL))
@@ -197,7 +198,8 @@ def lookup(mesh: Mesh, table_VE: jax.Array, ids_BS: jax.Array) -> jax.Array:
     def local(local_VE, ids_BS):
         row_BS = ids_BS - jax.lax.axis_index(MODEL) * local_VE.shape[0]
         mine_BS = (row_BS >= 0) & (row_BS < local_VE.shape[0])
-        embedded_BSE = local_VE[jnp.where(mine_BS, row_BS, 0)]
+        row_T = jnp.where(mine_BS, row_BS, 0).reshape(-1)
+        embedded_BSE = rows.lookup(local_VE, row_T).reshape(*ids_BS.shape, -1)
         embedded_BSE = jnp.where(mine_BS[:, :, None], embedded_BSE, 0.0)
         return jax.lax.psum_scatter(
             embedded_BSE, MODEL, scatter_dimension=0, tiled=True

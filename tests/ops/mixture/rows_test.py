@@ -45,3 +45,39 @@ def test_the_gradient_of_many_equal_labels_is_their_sum(dtype, monkeypatch):
         # The result is rounded to the table's dtype once.
         limit = 2**-8 if ours_V.dtype == jnp.bfloat16 else 2**-15
         np.testing.assert_allclose(np.asarray(ours_V, np.float64), exact_V, rtol=limit)
+
+
+def make_lookup():
+    random = np.random.default_rng(1)
+    rows_T = random.integers(5, size=60).astype(np.int32)
+    arrays = (random.normal(size=(9, 4)), rows_T, random.normal(size=(60, 4)))
+    return jax.tree.map(jnp.asarray, arrays)
+
+
+def test_rows_that_are_looked_up_have_the_gradient_of_an_index(monkeypatch, float64):
+    """In the order that GPUs take, and in that of all others."""
+    monkeypatch.setattr(rows, "SCATTER_TOKENS", 32)
+    table_VE, rows_T, bar_TE = make_lookup()
+    exact_VE = np.zeros((9, 4))
+    np.add.at(exact_VE, rows_T, np.asarray(bar_TE))
+    taken_TE, pull = jax.vjp(lambda table_VE: rows.lookup(table_VE, rows_T), table_VE)
+    np.testing.assert_array_equal(taken_TE, np.asarray(table_VE)[np.asarray(rows_T)])
+    np.testing.assert_allclose(pull(bar_TE)[0], exact_VE, rtol=1e-12, atol=1e-12)
+    ordered_VE = rows._ordered(jnp.zeros_like(table_VE), rows_T, bar_TE)
+    np.testing.assert_allclose(ordered_VE, exact_VE, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.gpu
+def test_looked_up_rows_repeat_their_bits():
+    random = np.random.default_rng(0)
+    table_VE = jnp.zeros((50, 64))
+    rows_T = jnp.asarray(random.integers(50, size=5000))
+    bar_TE = jnp.asarray(random.normal(size=(5000, 64)), jnp.float32)
+
+    @jax.jit
+    def gradient(bar_TE):
+        return jax.vjp(lambda table: rows.lookup(table, rows_T), table_VE)[1](bar_TE)[0]
+
+    first_VE = gradient(bar_TE)
+    for _ in range(20):
+        np.testing.assert_array_equal(gradient(bar_TE), first_VE)
