@@ -48,20 +48,12 @@ class _Calls:
         """Log P(v) of every word, on a new last axis."""
         return _by_token(self._call, "log_probs", hidden)
 
-    def sample(
-        self,
-        hidden: jax.Array,
-        key: jax.Array,
-        *,
-        temperature: float = 1.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        min_p: float | None = None,
-    ) -> jax.Array:
-        """One word for each hidden state; see `Head.sample`."""
-        named = {"temperature": temperature, "top_k": top_k}
-        named |= {"top_p": top_p, "min_p": min_p}
-        return _by_token(self._call, "sample", hidden, key, **named)
+    def sample(self, hidden: jax.Array, key: jax.Array, **sampling: Any) -> jax.Array:
+        """One word for each hidden state.
+
+        `sampling` as of `Head.sample`: `temperature`, `top_k` and so on.
+        """
+        return _by_token(self._call, "sample", hidden, key, **sampling)
 
 
 class LinenHead(_Calls, nn.Module):
