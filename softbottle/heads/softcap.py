@@ -67,11 +67,11 @@ def _capped(theta, z):
 
 
 def _capped_base2(theta, z2):
-    """With s = exp(-2 |z| / cap), tanh = (1 - s) / (1 + s) and g' = 4 s / (1 + s)^2."""
+    """With s = 1 / (1 + exp(2 z / cap)), tanh = 1 - 2 s and g' = 4 s (1 - s)."""
     (cap,) = theta
-    small = jnp.exp2(-jnp.abs(z2) * (2 / cap))
-    # A power of two costs one instruction, a division many.
-    inverse = jnp.exp2(-jnp.log2(1 + small))
-    size = cap * LOG2_E * (1 - small) * inverse
-    g2 = jnp.where(z2 >= 0, size, -size)
-    return jnp.where(z2 < DEAD / 2, z2, g2), 4 * small * inverse * inverse
+    # A power of two costs one instruction, a division many. Beyond float32's range it
+    # is 0 or infinite, and s still 1 or 0.
+    share = jnp.exp2(-jnp.log2(1 + jnp.exp2(z2 * (2 / cap))))
+    size = cap * LOG2_E
+    g2 = size - (2 * size) * share
+    return jnp.where(z2 < DEAD / 2, z2, g2), 4 * share * (1 - share)
