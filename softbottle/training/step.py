@@ -6,6 +6,7 @@ one place (sharding.py), before a step and after it, so that a step is compiled 
 
 import contextlib
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent import futures
 
@@ -88,6 +89,9 @@ def compiling(
 ) -> Iterator[dict[int, futures.Future]]:
     """Compile a step for batches of several widths side by side, one per core.
 
+    Tracing and lowering are Python's: one width after the other, the first batch's
+    first, or all of them would be ready at the end.
+
     Args:
         step: what `make_step` gives, without a mesh.
         state: as the first step takes it; only shapes and places are read.
@@ -104,8 +108,11 @@ def compiling(
         columns = jax.tree.map(
             lambda array: jax.ShapeDtypeStruct((len(array), width), array.dtype), batch
         )
-        return step.lower(like, columns, True).compile()
+        with lowering:
+            lowered = step.lower(like, columns, True)
+        return lowered.compile()
 
+    lowering = threading.Lock()
     like = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(
             leaf.shape, leaf.dtype, sharding=leaf.sharding, weak_type=leaf.weak_type
