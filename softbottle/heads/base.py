@@ -260,7 +260,7 @@ class Head(abc.ABC):
             weights_T = weights_T * (labels_T != ignore_label).astype(weights_T.dtype)
         # A padding token's state may be anything; masked here, it cannot reach the
         # head's own parameters either.
-        hidden_TD = without_padding(weights_T, hidden_TD)
+        hidden_TD, weights_T = without_padding(weights_T, (hidden_TD, weights_T))
         output = (params, table_VE, bias_V)
         predictions = self.predict(output, hidden_TD, latent_mask, options, key)
         # A label of no weight may be no word.

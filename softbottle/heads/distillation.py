@@ -85,6 +85,8 @@ def distill(
     if weights_T is None:
         weights_T = jnp.ones(len(student.hidden_TD))
     _check(student, teacher, weights_T, options)
+    # What has no weight has no gradient by it either.
+    weights_T = without_padding(weights_T, weights_T)
     if not isinstance(teacher, Output) and teacher_learns:
         raise ValueError("teacher_learns is for a teacher with a head, an Output.")
     sources = [_source(student, weights_T, options)]

@@ -236,6 +236,26 @@ def test_large_logits_and_ignored_tokens(head):
     np.testing.assert_array_equal(bars[1][2], 0.0)
 
 
+@pytest.mark.parametrize("name", ["softmax", "mos"])
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_the_gradient_by_a_weight_is_the_loss_of_its_token(name, reduction, float64):
+    """And 0 where the weight is 0; no tokens have no loss."""
+    _, padded = make_inputs(name)
+    *inputs, weights_T = oracle.cast(padded, jnp.float64)
+    head, options = CASES[name].head, Options(vocab=VOCAB)
+    terms = {"label_smoothing": A, "reduction": reduction, "options": options}
+
+    def total(weights_T):
+        return jnp.sum(head.loss(*inputs, weights_T, **terms))
+
+    bar_T = jax.jit(jax.grad(total))(weights_T)
+    nll_T = wanted(name, A, 1.0, (True, False))[0]["nll"]
+    exact_T = np.where(np.asarray(weights_T) == 0, 0.0, nll_T)
+    np.testing.assert_allclose(bar_T, exact_T, rtol=1e-9, atol=1e-12)
+    output, few = inputs[:3], (inputs[3][:0], inputs[4][:0], weights_T[:0])
+    assert jnp.sum(head.loss(*output, *few, **terms)) == 0
+
+
 def test_several_models_and_checkpoints():
     """Under vmap and remat, sums and tokens are what they are one by one."""
     head, options = CASES["mos"].head, Options(vocab=VOCAB, budget_bytes=ODD_BUDGET)

@@ -252,7 +252,8 @@ def _scores(context_CNKE, words):
     table_NPE, cast_NPE, bias_V = words
     dtypes = (cast_NPE.dtype, table_NPE.dtype)
     z_CKPN = _einsum("cnke,npe->ckpn", *dtypes, context_CNKE, cast_NPE)
-    z_CKV = z_CKPN.reshape(*z_CKPN.shape[:2], -1)[:, :, : len(bias_V)]
+    tokens, components, words, count = z_CKPN.shape
+    z_CKV = z_CKPN.reshape(tokens, components, words * count)[:, :, : len(bias_V)]
     return z_CKV + bias_V[None, None]
 
 
