@@ -4,12 +4,13 @@ Small models are trained with either head on everything that a new user may have
 backbone, tied or untied table, standard deviation of the table's start, Adam's learning
 rate. All else is the same: data, order, steps, width of the table and of the state.
 
-The rule, written before its runs. Every head has the same seeds, and is judged by its
-mean over them. The noise is the standard deviation of a softmax's validation loss over
-the seeds, at the same point and at most 0.1 nats, pooled over the points of the same
-learning rate. A mixture is worse at a point if its mean is above the softmax's by more
-than twice the noise. A component is dead if its share of the prior, averaged over the
-validation text, is below a hundredth of an equal share.
+The rule, written before its runs. A seed is a start of the parameters and a place of
+the text at which training begins. Every head has the same seeds, and is judged by its
+mean over them. A head's noise is the standard deviation of its validation loss over the
+seeds, at the same point, pooled over the points of the same learning rate. A mixture is
+worse at a point if its mean is above the softmax's by more than twice the standard
+error of their difference. A component is dead if its share of the prior, averaged over
+the validation text, is below a hundredth of an equal share.
 """
 
 import itertools
@@ -44,7 +45,7 @@ DEVIATIONS = (0.02, 0.1, 0.5, 1.0)
 RATES = (1e-3, 3e-3, 1e-2)
 TIED = (True, False)
 VALIDATED = 40  # batches
-NOISE_LIMIT = 0.1  # nats
+PLACES = 16  # of the text at which a training may begin
 
 
 class Point(NamedTuple):
@@ -80,7 +81,8 @@ def run(
         if name not in RIVALS:
             raise ValueError(f"no rival is called {name!r}; there are {list(RIVALS)}.")
     corpus = corpora.load(config.data)
-    mark = fingerprint(variant(config, {"name": SOFTMAX}, True), corpora.digest(corpus))
+    told = corpora.digest(corpus) | {"begins": f"at one of {PLACES} places"}
+    mark = fingerprint(variant(config, {"name": SOFTMAX}, True), told)
     workdir = pathlib.Path(workdir)
     workdir.mkdir(parents=True, exist_ok=True)
     lines = workdir / "dropin.jsonl"
@@ -117,13 +119,13 @@ def variant(config: config_lib.Config, head: Row, tied: bool) -> config_lib.Conf
     return config_lib.validate(config_lib.from_dict(values))
 
 
-def noise(rows: Sequence[Row], rate: float) -> float:
-    """The softmax's standard deviation over seeds, pooled over a rate's points."""
-    variances = []
-    for point, losses in _by_point(rows, SOFTMAX).items():
-        deviation = float(np.std(losses, ddof=1)) if len(losses) > 1 else math.nan
-        if point.rate == rate and deviation <= NOISE_LIMIT:
-            variances.append(deviation**2)
+def noise(rows: Sequence[Row], head: str, rate: float) -> float:
+    """A head's standard deviation over seeds, pooled over a rate's points."""
+    variances = [
+        float(np.var(losses, ddof=1))
+        for point, losses in _by_point(rows, head).items()
+        if point.rate == rate and len(losses) > 1 and np.all(np.isfinite(losses))
+    ]
     return float(np.sqrt(np.mean(variances))) if variances else math.nan
 
 
@@ -135,15 +137,25 @@ def report(rows: Sequence[Row]) -> str:
         for name in (SOFTMAX, *names)
     }
     rates = sorted({point.rate for point in by_head[SOFTMAX]})
-    margins = {rate: 2 * noise(rows, rate) for rate in rates}
-    told = ", ".join(f"{margins[rate] / 2:.4f} at {rate:g}" for rate in rates)
-    text = [f"Noise of a softmax over seeds, in nats by learning rate: {told}.", ""]
+    seeds = len({row["seed"] for row in rows})
+    noises = {
+        name: {rate: noise(rows, name, rate) for rate in rates} for name in by_head
+    }
+    text = [f"Standard deviation over {seeds} seeds, in nats by learning rate:", ""]
+    for name, by_rate in noises.items():
+        told = ", ".join(f"{value:.4f} at {rate:g}" for rate, value in by_rate.items())
+        text.append(f"- {name}: {told}")
+    text.append("")
     verdicts = []
     for name in names:
         differences = {
             point: loss - by_head[SOFTMAX][point]
             for point, loss in by_head[name].items()
             if point in by_head[SOFTMAX]
+        }
+        margins = {
+            rate: 2 * math.hypot(noises[SOFTMAX][rate], noises[name][rate]) / seeds**0.5
+            for rate in rates
         }
         # A loss that is not a number is as bad as can be.
         worse = sum(
@@ -198,9 +210,7 @@ class _Trainer:
         self.model = model_lib.make(config, len(corpus.vocab))
         self.config = config
         data = config.data
-        stream = Stream(corpus.train, data.rows, data.length)
-        batches = [stream.next() for _ in range(config.train.steps)]
-        self.batches = jax.tree.map(lambda *arrays: np.stack(arrays), *batches)
+        self.text = corpus.train
         passes = evaluation(corpus.valid, data.eval_rows, data.eval_length)
         few = list(itertools.islice(passes, VALIDATED))
         full = [batch for batch in few if batch.ids_BS.shape == few[0].ids_BS.shape]
@@ -214,7 +224,7 @@ class _Trainer:
         width = self.config.model.table_range / math.sqrt(3)
         for name in {"table_VE", "output_VE"} & params.keys():
             params[name] = params[name] * (deviation / width)
-        params, losses = self.fit(params, rate, self.batches)
+        params, losses = self.fit(params, rate, self._batches(seed))
         loss, shares = self.validate(params, self.validation)
         row = {"loss": float(loss), "last_training_loss": float(jnp.mean(losses[-50:]))}
         if len(shares) > 1:
@@ -222,6 +232,14 @@ class _Trainer:
             row["least_share"] = float(jnp.min(shares))
             row["dead"] = int(jnp.sum(shares < equal / 100))
         return row
+
+    def _batches(self, seed):
+        """Those of the whole training, from the seed's place of the text on."""
+        begin = seed % PLACES * len(self.text) // PLACES
+        data, text = self.config.data, np.roll(self.text, -begin)
+        stream = Stream(text, data.rows, data.length)
+        batches = [stream.next() for _ in range(self.config.train.steps)]
+        return jax.tree.map(lambda *arrays: np.stack(arrays), *batches)
 
     def _fit(self, params, rate, batches):
         tx = optax.chain(

@@ -61,9 +61,10 @@ def test_a_mixture_is_judged_by_its_mean_and_the_noise_of_its_learning_rate():
 
     quiet = rows("softmax", 1e-3, [5.0, 5.02]) + rows("mos", 1e-3, [5.05, 5.05])
     noisy = rows("softmax", 1e-2, [5.0, 5.1]) + rows("mos", 1e-2, [4.9, 5.3])
-    assert dropin.noise(quiet + noisy, 1e-3) == pytest.approx(0.02 / 2**0.5)
+    assert dropin.noise(quiet + noisy, "softmax", 1e-3) == pytest.approx(0.02 / 2**0.5)
     text = dropin.report(quiet + noisy)
-    # 0.04 above, against twice 0.014; and 0.05, against twice 0.07.
+    assert "- mos: 0.0000 at 0.001, 0.2828 at 0.01" in text
+    # 0.04 above, against twice 0.010; and 0.05, against twice 0.21.
     assert "| mos | 2 | 1 | +0.050 | +0.045 | 0 |" in text
     assert "| 0.1 | 0.01 | 5.050 | 5.100 |" in text
 
