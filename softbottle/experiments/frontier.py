@@ -29,18 +29,16 @@ that matter, each at its best rate.
 """
 
 import contextlib
-import json
 import math
 import pathlib
 import shutil
 import signal
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from softbottle import config as config_lib
-from softbottle import files
 from softbottle.data import corpus as corpus_lib
 from softbottle.data import lines
 from softbottle.experiments import (
@@ -48,7 +46,9 @@ from softbottle.experiments import (
     frontier_plot,
     frontier_report,
     frontier_trial,
+    processes,
 )
+from softbottle.experiments import rows as rows_lib
 from softbottle.experiments.frontier_arms import ARMS, Key, Variant, Variants
 from softbottle.training import metrics
 
@@ -96,18 +96,7 @@ def read(workdir: pathlib.Path | str) -> list[Row]:
     Raises:
         ValueError: if a line is not a row.
     """
-    path = pathlib.Path(workdir) / _ROWS
-    if not path.exists():
-        return []
-    rows = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
-        try:
-            row = json.loads(line)
-            _key(row)
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path}: line {number} is not a run's row.") from error
-        rows.append(row)
-    return rows
+    return rows_lib.read(pathlib.Path(workdir) / _ROWS, _key)
 
 
 def run(
@@ -141,11 +130,13 @@ def run(
     vocab, text = len(corpus.vocab), corpus_lib.digest(corpus)
     stream = lines.stream(config.data, corpus.vocab, corpus.train, config.seed)
     variants = Variants(config, vocab, stream.steps_per_epoch, text)
+    known = {_key(row): row for row in rows}
     for key in plan(grid, rows):
-        _check_rows(key, variants.make(*key), rows)
+        mark = variants.make(*key).fingerprint
+        rows_lib.check(workdir / _ROWS, key, known.get(key), mark)
     workdir.mkdir(parents=True, exist_ok=True)
     broken: dict[Key, str] = {}
-    with _interruptible(), contextlib.suppress(KeyboardInterrupt):
+    with processes.interruptible(), contextlib.suppress(KeyboardInterrupt):
         while True:
             left = deadline - time.monotonic()
             runs = {key: variants.make(*key) for key in missing(grid, rows)}
@@ -167,7 +158,7 @@ def run(
                 continue
             spent = round(time.monotonic() - began, 3)
             rows.append(_row(key, runs[key], outcome, spent))
-            _write(workdir, rows)
+            rows_lib.write(workdir / _ROWS, rows)
             frontier_report.write_table(workdir, rows, _named(grid, rows, broken))
             if not keep:
                 shutil.rmtree(folder)
@@ -222,22 +213,8 @@ def _row(key: Key, variant: Variant, outcome: Row, spent: float) -> Row:
     }
 
 
-def _write(workdir, rows):
-    text = "".join(json.dumps(row) + "\n" for row in rows)
-    files.replace(workdir / _ROWS, text)
-
-
 def _key(row):
     return Key(row["arm"], row["learning_rate"], row["seed"])
-
-
-def _check_rows(key, variant, rows):
-    for row in rows:
-        if _key(row) == key and row["fingerprint"] != variant.fingerprint:
-            raise ValueError(
-                f"{_ROWS} has {key} of other settings or of another text; use another "
-                "workdir."
-            )
 
 
 def _expected(key, variant, rows, workdir):
@@ -257,13 +234,3 @@ def _expected(key, variant, rows, workdir):
 
 def _told(seconds):
     return f", {seconds / 60:.1f} minutes expected" if seconds else ""
-
-
-@contextlib.contextmanager
-def _interruptible() -> Iterator[None]:
-    """SIGTERM is an interrupt, too: the run under way saves, and the program ends."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
