@@ -28,11 +28,9 @@ the other arms, all arms at the other rates, and last the other seeds of the fou
 that matter, each at its best rate.
 """
 
-import contextlib
 import math
 import pathlib
 import shutil
-import signal
 import statistics
 import time
 from collections.abc import Sequence
@@ -123,7 +121,6 @@ def run(
         ValueError: before anything is trained, for an arm that there is not or that
             cannot be made, and for rows of other settings or of another text.
     """
-    deadline = math.inf if minutes is None else time.monotonic() + 60 * minutes
     workdir, rows = pathlib.Path(workdir), read(workdir)
     frontier_arms.check_names(grid.arms)
     corpus = corpus_lib.load(config.data)
@@ -136,32 +133,32 @@ def run(
         rows_lib.check(workdir / _ROWS, key, known.get(key), mark)
     workdir.mkdir(parents=True, exist_ok=True)
     broken: dict[Key, str] = {}
-    with processes.interruptible(), contextlib.suppress(KeyboardInterrupt):
-        while True:
-            left = deadline - time.monotonic()
-            runs = {key: variants.make(*key) for key in missing(grid, rows)}
-            waits = {key: _expected(key, runs[key], rows, workdir) for key in runs}
-            ready = [key for key in runs if key not in broken and waits[key] < left]
-            if not ready or left <= 0:
-                break
-            key, folder = ready[0], workdir / str(ready[0])
-            print(f"{key}: {len(runs)} runs to go{_told(waits[key])}", flush=True)
-            values = config_lib.to_dict(runs[key].config)
-            seconds = None if math.isinf(left) else left
-            began = time.monotonic()
-            status = frontier_trial.supervise(values, folder, vocab, seconds)
-            outcome = frontier_trial.outcome(folder)
-            if outcome is None and status in (0, -signal.SIGTERM):
-                break  # asked to stop, in the loop or before it could take notice
-            if outcome is None:
-                broken[key] = f"ended with status {status}"
-                continue
-            spent = round(time.monotonic() - began, 3)
-            rows.append(_row(key, runs[key], outcome, spent))
-            rows_lib.write(workdir / _ROWS, rows)
-            frontier_report.write_table(workdir, rows, _named(grid, rows, broken))
-            if not keep:
-                shutil.rmtree(folder)
+
+    def choose(left):
+        runs = {key: variants.make(*key) for key in missing(grid, rows)}
+        waits = {key: _expected(key, runs[key], rows, workdir) for key in runs}
+        ready = [key for key in runs if key not in broken and waits[key] < left]
+        if not ready:
+            return None
+        print(f"{ready[0]}: {len(runs)} runs to go{_told(waits[ready[0]])}", flush=True)
+        return ready[0]
+
+    def do(key, seconds):
+        variant, folder = variants.make(*key), workdir / str(key)
+        values, began = config_lib.to_dict(variant.config), time.monotonic()
+        status = frontier_trial.supervise(values, folder, vocab, seconds)
+        outcome = frontier_trial.outcome(folder)
+        if outcome is None:
+            return status
+        spent = round(time.monotonic() - began, 3)
+        rows.append(_row(key, variant, outcome, spent))
+        rows_lib.write(workdir / _ROWS, rows)
+        frontier_report.write_table(workdir, rows, _named(grid, rows, broken))
+        if not keep:
+            shutil.rmtree(folder)
+        return None
+
+    processes.one_by_one(minutes, broken, choose, do)
     report(workdir, grid, broken)
     return rows
 

@@ -5,15 +5,18 @@ forget it, and a run that fails must not take the others with it.
 """
 
 import contextlib
+import math
 import multiprocessing
 import signal
+import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
 from softbottle.training import metrics
 
+T = TypeVar("T")
 _PATIENCE = 1.0  # seconds between two requests to stop
 
 
@@ -55,8 +58,36 @@ def supervise(
     return process.exitcode or 0
 
 
+def one_by_one(
+    minutes: float | None,
+    broken: dict[T, str],
+    choose: Callable[[float], T | None],
+    do: Callable[[T, float | None], int | None],
+) -> None:
+    """Do one thing after the other, until none is left, the time is up or a signal.
+
+    Args:
+        minutes: how long; None for no limit.
+        broken: gets what ended without a result, and how; `choose` leaves it out.
+        choose: what is next, if anything, of the seconds that are left.
+        do: does it within so many seconds, None for no limit. Returns the status of a
+            process that left no result, None where there is one.
+    """
+    deadline = math.inf if minutes is None else time.monotonic() + 60 * minutes
+    with _interruptible(), contextlib.suppress(KeyboardInterrupt):
+        while (seconds := deadline - time.monotonic()) > 0:
+            chosen = choose(seconds)
+            if chosen is None:
+                break
+            status = do(chosen, None if math.isinf(seconds) else seconds)
+            if status in (0, -signal.SIGTERM):
+                break  # asked to stop, in the loop or before it could take notice
+            if status is not None:
+                broken[chosen] = f"ended with status {status}"
+
+
 @contextlib.contextmanager
-def interruptible() -> Iterator[None]:
+def _interruptible() -> Iterator[None]:
     """SIGTERM is an interrupt, too: the run under way saves, and the program ends."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:

@@ -19,12 +19,8 @@ The file alone says what is left to do; measurements also need the folders of th
 HEAD-SEED/train and HEAD-SEED/finetune, and train again what is no longer there.
 """
 
-import contextlib
 import json
-import math
 import pathlib
-import signal
-import time
 from typing import Any
 
 from softbottle.experiments import processes, reproduce_report, reproduce_stage
@@ -69,32 +65,32 @@ def run(
         ValueError: for heads and settings that cannot be, for rows of other settings or
             of another text, and for a stage that was refused.
     """
-    deadline = math.inf if minutes is None else time.monotonic() + 60 * minutes
     workdir = pathlib.Path(workdir)
     plan, rows = Plan(grid, workdir, load), read(workdir)
     for unit, mark in plan.fingerprints.items():
         rows_lib.check(workdir / _ROWS, unit, rows.get(unit), mark)
     workdir.mkdir(parents=True, exist_ok=True)
     broken: dict[Unit, str] = {}
-    with processes.interruptible(), contextlib.suppress(KeyboardInterrupt):
-        while True:
-            seconds = deadline - time.monotonic()
-            queue = left(plan, rows, as_is)
-            ready = [unit for unit in queue if _ready(plan, rows, unit, as_is)]
-            ready = [unit for unit in ready if unit not in broken]
-            if not ready or seconds <= 0:
-                break
-            unit = ready[0]
-            print(f"{unit}: {len(queue)} stages to go", flush=True)
-            row, status = _do(plan, workdir, rows, unit, seconds)
-            if row is None and status in (0, -signal.SIGTERM):
-                break  # asked to stop, in the loop or before it could take notice
-            if row is None:
-                broken[unit] = f"ended with status {status}"
-                continue
-            rows[unit] = row
-            rows_lib.write(workdir / _ROWS, rows.values())
-            reproduce_report.write(plan, workdir, rows, left(plan, rows), broken)
+
+    def choose(seconds):
+        del seconds
+        queue = left(plan, rows, as_is)
+        for unit in queue:
+            if unit not in broken and _ready(plan, rows, unit, as_is):
+                print(f"{unit}; to go: {len(queue)}", flush=True)
+                return unit
+        return None
+
+    def do(unit, seconds):
+        row, status = _row(plan, workdir, rows, unit, seconds)
+        if row is None:
+            return status
+        rows[unit] = row
+        rows_lib.write(workdir / _ROWS, rows.values())
+        reproduce_report.write(plan, workdir, rows, left(plan, rows), broken)
+        return None
+
+    processes.one_by_one(minutes, broken, choose, do)
     queue = left(plan, rows)
     print(reproduce_report.write(plan, workdir, rows, queue, broken))
     if queue:
@@ -153,7 +149,7 @@ def _best_step(plan, unit):
     return steps[-1] if steps else None
 
 
-def _do(plan, workdir, rows, unit, seconds):
+def _row(plan, workdir, rows, unit, seconds):
     """The row of a unit, None where there is none yet, and its process's status."""
     name = dict(zip(unit._fields, unit, strict=True))
     row = name | {"fingerprint": plan.fingerprints[unit]}
@@ -168,8 +164,7 @@ def _do(plan, workdir, rows, unit, seconds):
             row["progress"] = reproduce_report.progress(plan, start)
     path = workdir / _OUTCOME
     path.unlink(missing_ok=True)
-    limit = None if math.isinf(seconds) else seconds
-    status = reproduce_stage.supervise(plan.task(unit), path, limit)
+    status = reproduce_stage.supervise(plan.task(unit), path, seconds)
     if not path.exists():
         return None, status
     outcome = json.loads(path.read_text())

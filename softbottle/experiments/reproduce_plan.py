@@ -43,14 +43,14 @@ class Unit(NamedTuple):
     seed: int
     stage: str
 
-    def __str__(self) -> str:
-        """As it is named in a queue."""
-        return f"{self.run} {self.stage}"
-
     @property
     def run(self) -> str:
         """The name of the folder of all its stages."""
         return f"{self.head}-{self.seed}"
+
+    def __str__(self) -> str:
+        """As it is named in a queue."""
+        return f"{self.run} {self.stage}"
 
 
 class Plan:

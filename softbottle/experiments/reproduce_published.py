@@ -8,150 +8,72 @@ YANG = "Yang et al. 2018 (arXiv:1711.03953)"
 MERITY = f"Merity et al. 2018, quoted by {YANG}"
 KRAUSE = f"Krause et al. 2018, quoted by {YANG}"
 # 11 seeds, averaging from epoch 200, no finetuning.
-PARTHIBAN = "Parthiban et al. 2021 (doi:10.1609/aaai.v35i15.17608)"
-ONE_SEED = f"{PARTHIBAN}, one seed"
-TRIGGERED = f"{PARTHIBAN}, one seed, averaging by the non-monotone trigger"
-MATCHED = f"{PARTHIBAN}, equal parameters and batches"
-EPOCH = f"{PARTHIBAN}, V100, batches of its own"
+STUDY = "Parthiban et al. 2021 (doi:10.1609/aaai.v35i15.17608)"
+ONE_SEED = f"{STUDY}, one seed"
+TRIGGERED = f"{STUDY}, one seed, averaging by the non-monotone trigger"
+MATCHED = f"{STUDY}, equal parameters and batches"
+TIMED = f"{STUDY}, seconds per epoch on a V100, batches of each head's recipe"
 
-Published = tuple[tuple[str, str], ...]
-_ByHead = dict[str, dict[str, Published]]
-
-
-def _perplexities(valid, test, source, *more):
-    """Lines "valid" and "test" of one source, and of others after it."""
-    triples = ((valid, test, source), *more)
-    return {
-        "valid": tuple((valid, source) for valid, _, source in triples if valid),
-        "test": tuple((test, source) for _, test, source in triples if test),
-    }
-
-
-def _by_components(*lines):
-    """Of mos-K: K, (test, rank) of Yang et al., (test, rank) of Parthiban et al."""
-    found = {}
-    for components, *pairs in lines:
-        sources = ((YANG, TRIGGERED), pairs)
-        known = [(source, pair) for source, pair in zip(*sources, strict=True) if pair]
-        found[f"mos-{components}"] = {
-            line: tuple((pair[place], source) for source, pair in known)
-            for place, line in enumerate(("test", "rank"))
-        }
-    return found
-
-
-_PTB: _ByHead = {
-    "softmax": {
-        **_perplexities(
-            *("60.7", "58.8", MERITY), ("59.55 ± 0.12", "57.08 ± 0.09", PARTHIBAN)
-        ),
-        "fine_valid": (("60.0", MERITY),),
-        "fine_test": (("57.3", MERITY),),
-        "dynamic": (("51.1", KRAUSE),),
-        "cache": (("52.8", MERITY),),
-        "rank": (("400", YANG), ("402", PARTHIBAN)),
-    },
-    "moc": {
-        **_perplexities("59.82", "57.55", YANG, ("", "55.81", ONE_SEED)),
-        "rank": (("280", YANG), ("282", PARTHIBAN)),
-    },
-    "sigsoftmax": {
-        **_perplexities("59.69 ± 0.15", "57.05 ± 0.15", PARTHIBAN),
-        "rank": (("5,113 ± 85", PARTHIBAN),),
-    },
-    "gss": {
-        **_perplexities("59.51 ± 0.13", "57.00 ± 0.14", PARTHIBAN),
-        "rank": (("8,904 ± 57", PARTHIBAN),),
-    },
-    "plif": {
-        **_perplexities("59.08 ± 0.09", "56.80 ± 0.11", PARTHIBAN),
-        "rank": (("496 ± 83", PARTHIBAN),),
-    },
-    "mos": {
-        **_perplexities(
-            *("58.08", "55.97", YANG), ("57.14 ± 0.26", "54.91 ± 0.26", PARTHIBAN)
-        ),
-        "fine_valid": (("56.54", YANG),),
-        "fine_test": (("54.44", YANG),),
-        "dynamic": (("47.69", YANG),),
-        "rank": (("9,981", YANG), ("9,981 ± 2", PARTHIBAN)),
-    },
-    "mos-280": {"test": (("56.39 ± 0.19", MATCHED),)},
-    "softmax-340": {"test": (("56.45 ± 0.10", MATCHED),)},
-    **_by_components(
-        (1, None, ("64.50", "282")),
-        (3, ("58.62", "6,467"), ("59.25", "5,575")),
-        (5, ("57.36", "8,930"), ("58.38", "8,057")),
-        (10, ("56.33", "9,973"), ("56.21", "9,976")),
-        (20, ("56.17", "9,981"), ("56.19", "9,980")),
-    ),
-}
-
-_WT2: _ByHead = {
-    "softmax": {
-        **_perplexities(
-            *("69.1", "66.0", MERITY), ("67.57 ± 0.14", "64.63 ± 0.08", PARTHIBAN)
-        ),
-        "fine_valid": (("68.6", MERITY),),
-        "fine_test": (("65.8", MERITY),),
-        "dynamic": (("44.3", KRAUSE),),
-        "cache": (("52.0", MERITY),),
-        "rank": (("402", PARTHIBAN),),
-    },
-    "moc": {
-        **_perplexities("68.76", "65.98", YANG, ("", "65.83", ONE_SEED)),
-        "rank": (("302", PARTHIBAN),),
-    },
-    "sigsoftmax": {
-        **_perplexities("67.28 ± 0.16", "64.35 ± 0.17", PARTHIBAN),
-        "rank": (("6,634 ± 46", PARTHIBAN),),
-    },
-    "gss": {
-        **_perplexities("67.35 ± 0.22", "64.50 ± 0.13", PARTHIBAN),
-        "rank": (("10,122 ± 72", PARTHIBAN),),
-    },
-    "plif": {
-        **_perplexities("67.15 ± 0.21", "64.16 ± 0.17", PARTHIBAN),
-        "rank": (("524 ± 74", PARTHIBAN),),
-    },
-    "mos": {
-        **_perplexities(
-            *("66.01", "63.33", YANG), ("64.54 ± 0.36", "61.96 ± 0.40", PARTHIBAN)
-        ),
-        "fine_valid": (("63.88", YANG),),
-        "fine_test": (("61.45", YANG),),
-        "dynamic": (("40.68", YANG),),
-        "rank": (("15,734 ± 188", PARTHIBAN),),
-    },
-    "mos-10": {"test": (("63.62", TRIGGERED),), "rank": (("12,198", TRIGGERED),)},
-    "mos-20": {"test": (("62.76", TRIGGERED),), "rank": (("13,998", TRIGGERED),)},
-}
-
-_LM1B: _ByHead = {
-    "softmax": _perplexities("", "42.77", YANG),
-    "mos": _perplexities("38.01", "37.10", YANG),
+_ALL = "valid test fine_valid fine_test"
+_SHORT = "valid test rank"
+# Source, head, lines, and their values by data set; a dash where there is none.
+_PTB_AND_WT2 = (
+    (MERITY, "softmax", _ALL, "60.7 58.8 60.0 57.3", "69.1 66.0 68.6 65.8"),
+    (MERITY, "softmax", "cache", "52.8", "52.0"),
+    (KRAUSE, "softmax", "dynamic", "51.1", "44.3"),
+    (YANG, "mos", _ALL, "58.08 55.97 56.54 54.44", "66.01 63.33 63.88 61.45"),
+    (YANG, "mos", "dynamic rank", "47.69 9,981", "40.68 -"),
+    (YANG, "moc", _SHORT, "59.82 57.55 280", "68.76 65.98 -"),
+    (YANG, "softmax", "rank", "400", "-"),
+    (YANG, "mos-3", "test rank", "58.62 6,467", "- -"),
+    (YANG, "mos-5", "test rank", "57.36 8,930", "- -"),
+    (YANG, "mos-10", "test rank", "56.33 9,973", "- -"),
+    (YANG, "mos-20", "test rank", "56.17 9,981", "- -"),
+    (STUDY, "softmax", "valid test", "59.55±0.12 57.08±0.09", "67.57±0.14 64.63±0.08"),
+    (STUDY, "softmax", "rank", "402±0", "402±0"),
+    (STUDY, "sigsoftmax", "valid", "59.69±0.15", "67.28±0.16"),
+    (STUDY, "sigsoftmax", "test rank", "57.05±0.15 5,113±85", "64.35±0.17 6,634±46"),
+    (STUDY, "gss", "valid", "59.51±0.13", "67.35±0.22"),
+    (STUDY, "gss", "test rank", "57.00±0.14 8,904±57", "64.50±0.13 10,122±72"),
+    (STUDY, "plif", "valid", "59.08±0.09", "67.15±0.21"),
+    (STUDY, "plif", "test rank", "56.80±0.11 496±83", "64.16±0.17 524±74"),
+    (STUDY, "mos", "valid", "57.14±0.26", "64.54±0.36"),
+    (STUDY, "mos", "test rank", "54.91±0.26 9,981±2", "61.96±0.40 15,734±188"),
+    (ONE_SEED, "moc", "test rank", "55.81 282", "65.83 302"),
+    (MATCHED, "mos-280", "test", "56.39±0.19", "-"),
+    (MATCHED, "softmax-340", "test", "56.45±0.10", "-"),
+    (TRIGGERED, "mos-1", "test rank", "64.50 282", "- -"),
+    (TRIGGERED, "mos-3", "test rank", "59.25 5,575", "- -"),
+    (TRIGGERED, "mos-5", "test rank", "58.38 8,057", "- -"),
+    (TRIGGERED, "mos-10", "test rank", "56.21 9,976", "63.62 12,198"),
+    (TRIGGERED, "mos-20", "test rank", "56.19 9,980", "62.76 13,998"),
+)
+_LM1B = (
+    (YANG, "softmax", "valid test", "- 42.77"),
+    (YANG, "mos", "valid test", "38.01 37.10"),
+)
+_TIME = (
+    (TIMED, "softmax", "ptb wt2", "55 72"),
+    (TIMED, "sigsoftmax", "ptb wt2", "57 83"),
+    (TIMED, "gss", "ptb wt2", "58 87"),
+    (TIMED, "plif", "ptb wt2", "59 93"),
+    (TIMED, "mos", "ptb wt2", "100 600"),
+)
+# The lines of each data set, and the place of its values among theirs.
+_SETS = {
+    "ptb": (_PTB_AND_WT2, 0),
+    "wt2": (_PTB_AND_WT2, 1),
+    "lm1b": (_LM1B, 0),
+    "time": (_TIME, 0),
 }
 
 
-def _epochs(ptb, wt2):
-    """Lines of the table of times: seconds per epoch, which is what is published."""
-    return {
-        "ptb": ((f"{ptb} s per epoch", EPOCH),),
-        "wt2": ((f"{wt2} s per epoch", EPOCH),),
-    }
-
-
-_TIME: _ByHead = {
-    "softmax": _epochs(55, 72),
-    "sigsoftmax": _epochs(57, 83),
-    "gss": _epochs(58, 87),
-    "plif": _epochs(59, 93),
-    "mos": _epochs(100, 600),
-}
-
-PUBLISHED = {"ptb": _PTB, "wt2": _WT2, "lm1b": _LM1B, "time": _TIME}
-
-
-def find(data: str, head: str, line: str) -> Published:
+def find(data: str, head: str, line: str) -> list[tuple[str, str]]:
     """(value, source) of what is published; none where nothing is."""
-    return PUBLISHED[data].get(head, {}).get(line, ())
+    rows, place = _SETS[data]
+    found = []
+    for source, name, keys, *values in rows:
+        known = dict(zip(keys.split(), values[place].split(), strict=True))
+        if name == head and known.get(line, "-") != "-":
+            found.append((known[line].replace("±", " ± "), source))
+    return found

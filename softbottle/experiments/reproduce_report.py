@@ -13,6 +13,8 @@ from softbottle.experiments.reproduce_plan import Plan, Unit
 from softbottle.training import metrics
 
 Row = dict[str, Any]
+_MEASURED = "measured with float32 GEMMs"
+_COUNTED = "random words in the batches of the MoS recipe, all positions real"
 
 
 def write(
@@ -39,6 +41,8 @@ def write(
     text = [f"# {plan.table.title}{partial}", "", *_setting(plan, rows), "", table, ""]
     if trained := _runs(plan, rows):
         text += ["## Runs", "", trained, ""]
+    if timed := _steps(plan, rows):
+        text += ["## Steps", "", timed, ""]
     failed = [f"- {unit}: {row['failed']}" for unit, row in rows.items() if _lost(row)]
     if failed:
         text += ["## Failed", "", *failed, ""]
@@ -113,9 +117,23 @@ def _setting(plan, rows):
     lines.append(
         f"{', '.join(devices) or 'no device yet'}, jax "
         f"{', '.join(versions) or 'unknown'}. Mean ± deviation over the seeds; "
-        "measured with float32 GEMMs."
+        f"{_COUNTED if plan.table.words else _MEASURED}."
     )
+    if plan.table.recipe is not None:
+        lines += ["", *_evaluation(plan.table.recipe)]
     return lines
+
+
+def _evaluation(recipe):
+    """How the ways of evaluation were set."""
+    mixture, single = (", ".join(map(str, sums)) for sums in recipe[:2])
+    window, theta, share = recipe.pointer
+    return [
+        "Dynamic evaluation: learning rate, decay and epsilon in sums are "
+        f"{mixture} for mixtures, {single} for others.",
+        f"Neural cache: window {window:,}, theta {theta}, share {share}. Rank: at most "
+        f"{recipe.positions:,} positions of the test text.",
+    ]
 
 
 def _runs(plan, rows):
@@ -145,6 +163,29 @@ def _runs(plan, rows):
                 f"{row['elapsed'] / 60:.1f}",
             ]
         lines.append(cells)
+    return rows_lib.table(titles, lines) if lines else ""
+
+
+def _steps(plan, rows):
+    """What was timed, by part and over the softmax on the same data."""
+    titles = [
+        *("data", "head", "tokens", "ms per step", "head", "recurrence", "rest"),
+        *("over softmax", "peak GiB"),
+    ]
+    timed = {unit: rows[unit] for unit in plan.units if "head_ms" in rows.get(unit, {})}
+    softmax = {u.stage: row for u, row in timed.items() if u.head == "softmax"}
+    lines = []
+    for unit, row in sorted(timed.items(), key=lambda item: item[0].stage):
+        parts = (row[f"{part}_ms"] for part in ("step", "head", "recurrence", "rest"))
+        beside = softmax.get(unit.stage)
+        lines.append(
+            [
+                *(unit.stage, unit.head, f"{row['tokens']:,}"),
+                *(f"{ms:.3f}" for ms in parts),
+                f"{row['step_ms'] / beside['step_ms']:.2f}" if beside else "",
+                f"{row['peak_bytes'] / 2**30:.2f}",
+            ]
+        )
     return rows_lib.table(titles, lines) if lines else ""
 
 
