@@ -26,7 +26,7 @@ from typing import Any
 from softbottle.experiments import processes, reproduce_report, reproduce_stage
 from softbottle.experiments import rows as rows_lib
 from softbottle.experiments.reproduce_plan import Grid, Load, Plan, Unit
-from softbottle.training import checkpoint
+from softbottle.training import checkpoint, lock
 
 Row = dict[str, Any]
 _ROWS = "reproduce.jsonl"
@@ -63,20 +63,28 @@ def run(
 
     Raises:
         ValueError: for heads and settings that cannot be, for rows of other settings or
-            of another text, and for a stage that was refused.
+            of another text, for a stage that was refused, and where another process
+            is at work in the same workdir.
     """
     workdir = pathlib.Path(workdir)
     plan, rows = Plan(grid, workdir, load), read(workdir)
     for unit, mark in plan.fingerprints.items():
         rows_lib.check(workdir / _ROWS, unit, rows.get(unit), mark)
-    workdir.mkdir(parents=True, exist_ok=True)
-    broken: dict[Unit, str] = {}
+    with lock.Lock(workdir):
+        # Another process may have written since.
+        return _finish(plan, workdir, read(workdir), minutes, as_is)
+
+
+def _finish(plan, workdir, rows, minutes, as_is):
+    """Do what can be done, write the table, and say what is left."""
+    broken, tried = {}, set()
 
     def choose(seconds):
         del seconds
         queue = left(plan, rows, as_is)
         for unit in queue:
-            if unit not in broken and _ready(plan, rows, unit, as_is):
+            if unit not in tried and _ready(plan, rows, unit, as_is):
+                tried.add(unit)
                 print(f"{unit}; to go: {len(queue)}", flush=True)
                 return unit
         return None
@@ -114,7 +122,7 @@ def left(plan: Plan, rows: dict[Unit, Row], as_is: bool = False) -> list[Unit]:
     lost = {
         start
         for start in map(plan.start, queue)
-        if start and start not in queue and _best_step(plan, start) is None
+        if start and _ended(rows.get(start)) and _best_step(plan, start) is None
     }
     return [unit for unit in plan.units if unit in lost or unit in queue]
 

@@ -74,7 +74,7 @@ class Plan:
 
     def __init__(self, grid: Grid, workdir: pathlib.Path, load: Load):
         self.grid, self.table = grid, TABLES[grid.table]
-        self.heads = tuple(grid.heads) or self.table.heads
+        self.heads = tuple(dict.fromkeys(grid.heads)) or self.table.heads
         check_heads(self.heads)
         if not 0 < grid.scale <= 1:
             raise ValueError(f"the scale must be above 0, at most 1, got {grid.scale}.")
@@ -83,7 +83,7 @@ class Plan:
         self._texts: dict[str, tuple[dict[str, str], int]] = {}
         self.units = [
             Unit(head, seed, stage.name)
-            for seed in grid.seeds or (None,)
+            for seed in dict.fromkeys(grid.seeds) or (None,)
             for head in self.heads
             for seed in (self._seed(head, seed),)
             for stage in self.table.stages
@@ -150,12 +150,14 @@ class Plan:
     def _configured(self, unit):
         stage, head = self.stage(unit), HEADS[unit.head]
         config = self._load(stage.config.format(head=head.argument))
-        changes = {**stage.changes, **head.changes, **self.grid.changes}
-        config = changed(config, changes | {"seed": unit.seed})
+        changes = {**stage.changes, **head.changes}
         if stage.measure is not None:
             # All heads of a data set are timed on the same batches.
             rows = self._load(stage.config.format(head="mos")).data.rows
-            return config_lib.validate(changed(config, {"data.rows": rows}))
+            changes["data.rows"] = rows
+        config = changed(config, {**changes, **self.grid.changes, "seed": unit.seed})
+        if stage.measure is not None:
+            return config_lib.validate(config)
         _shorten(config, self.grid.scale, lambda: self._text(config)[1])
         if (start := self.start(unit)) is not None:
             config.train.init_from = str(self.folder(start))

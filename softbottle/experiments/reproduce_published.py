@@ -12,11 +12,12 @@ STUDY = "Parthiban et al. 2021 (doi:10.1609/aaai.v35i15.17608)"
 ONE_SEED = f"{STUDY}, one seed"
 TRIGGERED = f"{STUDY}, one seed, averaging by the non-monotone trigger"
 MATCHED = f"{STUDY}, equal parameters and batches"
-TIMED = f"{STUDY}, seconds per epoch on a V100, batches of each head's recipe"
+TIMED = f"{STUDY}, on a V100, batches of each head's recipe"
 
 _ALL = "valid test fine_valid fine_test"
 _SHORT = "valid test rank"
-# Source, head, lines, and their values by data set; a dash where there is none.
+# Source, head, lines, and their values by data set; a dash where there is none. A
+# value has no space, and an underscore for one.
 _PTB_AND_WT2 = (
     (MERITY, "softmax", _ALL, "60.7 58.8 60.0 57.3", "69.1 66.0 68.6 65.8"),
     (MERITY, "softmax", "cache", "52.8", "52.0"),
@@ -53,11 +54,11 @@ _LM1B = (
     (YANG, "mos", "valid test", "38.01 37.10"),
 )
 _TIME = (
-    (TIMED, "softmax", "ptb wt2", "55 72"),
-    (TIMED, "sigsoftmax", "ptb wt2", "57 83"),
-    (TIMED, "gss", "ptb wt2", "58 87"),
-    (TIMED, "plif", "ptb wt2", "59 93"),
-    (TIMED, "mos", "ptb wt2", "100 600"),
+    (TIMED, "softmax", "ptb wt2", "55_s_per_epoch 72_s_per_epoch"),
+    (TIMED, "sigsoftmax", "ptb wt2", "57_s_per_epoch 83_s_per_epoch"),
+    (TIMED, "gss", "ptb wt2", "58_s_per_epoch 87_s_per_epoch"),
+    (TIMED, "plif", "ptb wt2", "59_s_per_epoch 93_s_per_epoch"),
+    (TIMED, "mos", "ptb wt2", "100_s_per_epoch 600_s_per_epoch"),
 )
 # The lines of each data set, and the place of its values among theirs.
 _SETS = {
@@ -75,5 +76,6 @@ def find(data: str, head: str, line: str) -> list[tuple[str, str]]:
     for source, name, keys, *values in rows:
         known = dict(zip(keys.split(), values[place].split(), strict=True))
         if name == head and known.get(line, "-") != "-":
-            found.append((known[line].replace("±", " ± "), source))
+            value = known[line].replace("±", " ± ").replace("_", " ")
+            found.append((value, source))
     return found

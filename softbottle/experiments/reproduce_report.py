@@ -10,7 +10,7 @@ from softbottle import files
 from softbottle.experiments import reproduce_published
 from softbottle.experiments import rows as rows_lib
 from softbottle.experiments.reproduce_plan import Plan, Unit
-from softbottle.training import metrics
+from softbottle.training import checkpoint, metrics
 
 Row = dict[str, Any]
 _MEASURED = "measured with float32 GEMMs"
@@ -43,7 +43,8 @@ def write(
         text += ["## Runs", "", trained, ""]
     if timed := _steps(plan, rows):
         text += ["## Steps", "", timed, ""]
-    failed = [f"- {unit}: {row['failed']}" for unit, row in rows.items() if _lost(row)]
+    own = {unit: rows[unit] for unit in plan.units if unit in rows}
+    failed = [f"- {unit}: {row['failed']}" for unit, row in own.items() if _lost(row)]
     if failed:
         text += ["## Failed", "", *failed, ""]
     if queue:
@@ -151,10 +152,10 @@ def _runs(plan, rows):
         if "begun" in row:
             cells += [progress(plan, unit), *6 * [""]]
         else:
-            optim = plan.config(unit).optim
+            optim, epochs = plan.config(unit).optim, plan.config(unit).train.epochs
             begins = {"et": f"epoch {optim.switch_epoch}", "now": "the start"}
             cells += [
-                f"{row['epochs']} of {plan.config(unit).train.epochs or 'a part'}",
+                f"{row['epochs']} of {epochs}" if epochs else str(row["epochs"]),
                 begins.get(optim.averaging, ""),
                 f"{row['steps']:,}",
                 f"{row['parameters']:,}",
@@ -169,7 +170,16 @@ def _runs(plan, rows):
 def _steps(plan, rows):
     """What was timed, by part and over the softmax on the same data."""
     titles = [
-        *("data", "head", "tokens", "ms per step", "head", "recurrence", "rest"),
+        *(
+            "data",
+            "head",
+            "contexts",
+            "tokens",
+            "ms per step",
+            "head",
+            "recurrence",
+            "rest",
+        ),
         *("over softmax", "peak GiB"),
     ]
     timed = {unit: rows[unit] for unit in plan.units if "head_ms" in rows.get(unit, {})}
@@ -180,7 +190,8 @@ def _steps(plan, rows):
         beside = softmax.get(unit.stage)
         lines.append(
             [
-                *(unit.stage, unit.head, f"{row['tokens']:,}"),
+                *(unit.stage, unit.head, str(row["components"])),
+                f"{row['tokens']:,}",
                 *(f"{ms:.3f}" for ms in parts),
                 f"{row['step_ms'] / beside['step_ms']:.2f}" if beside else "",
                 f"{row['peak_bytes'] / 2**30:.2f}",
@@ -193,8 +204,8 @@ def progress(plan: Plan, unit: Unit) -> str:
     """How far a training that was cut short has come."""
     train, recorded = plan.config(unit).train, metrics.read(plan.folder(unit))
     valid = [line for line in recorded if line.get("valid_perplexity") is not None]
-    step = recorded[-1]["step"] if recorded else 0
-    reached = f"cut short at step {step:,}"
+    saved = checkpoint.sealed_steps(plan.folder(unit) / "checkpoints")
+    reached = f"cut short at step {max(saved, default=0):,}"
     if train.steps is not None:
         reached += f" of {train.steps:,}"
     if train.epochs is not None:

@@ -137,7 +137,8 @@ def _time(task, vocab, length):
     row = worker.in_process(race.OURS, kind | {"vocab": vocab, "length": length})
     if row["status"] != "ok":
         return {"failed": row["reason"]}
-    fields = ("step_ms", "head_ms", "recurrence_ms", "rest_ms", "tokens", "peak_bytes")
+    fields = ("step_ms", "head_ms", "recurrence_ms", "rest_ms")
+    fields += ("components", "tokens", "peak_bytes")
     return {name: row[name] for name in fields}
 
 

@@ -19,7 +19,7 @@ from softbottle.experiments import (
 )
 from softbottle.experiments.reproduce_plan import Grid, Plan, Unit
 from softbottle.experiments.reproduce_tables import HEADS, TABLES
-from softbottle.training import stopping
+from softbottle.training import lock, stopping
 from tests import tiny
 
 pytestmark = pytest.mark.usefixtures("quick_keys", "shared_evaluators")
@@ -277,6 +277,17 @@ def test_a_stage_that_failed_is_told_and_the_next_head_follows(tmp_path, stubs, 
     assert stubs[1] == 2 * ["train", "static", "finetune"]
 
 
+def test_a_run_that_failed_before_its_first_validation_is_not_trained_again(
+    tmp_path, stubs, monkeypatch
+):
+    stubs[0]["train"] = {"failed": "out of memory"}
+    monkeypatch.setattr(reproduce, "_best_step", lambda plan, unit: None)
+    for _ in range(2):
+        reproduce.run(Grid("lm1b", ["mos"], [1]), tmp_path, load)
+    assert stubs[1] == ["train"]
+    assert "- mos-1 static: train failed\n" in (tmp_path / "lm1b.md").read_text()
+
+
 def test_a_process_that_dies_is_told_and_tried_again_the_next_time(tmp_path, stubs):
     grid = Grid("lm1b", ["mos", "moc"], [1])
     stubs[0]["train"] = -signal.SIGSEGV
@@ -302,6 +313,25 @@ def test_a_run_that_is_gone_is_trained_again_where_it_is_needed(
     monkeypatch.setattr(reproduce, "_best_step", lambda plan, unit: None)
     plan, rows = Plan(grid, tmp_path, load), reproduce.read(tmp_path)
     assert [unit.stage for unit in reproduce.left(plan, rows)] == ["train", "static"]
+    # Not for ever, if it does not come back.
+    reproduce.run(grid, tmp_path, load)
+    assert stubs[1] == ["train", "static", "train"]
+
+
+def test_two_commands_do_not_work_in_one_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(reproduce_stage, "supervise", no_stage)
+    with (
+        lock.Lock(tmp_path),
+        pytest.raises(lock.LockedError, match=str(tmp_path)),
+    ):
+        reproduce.run(GRID, tmp_path, load)
+
+
+def test_tables_that_share_a_folder_share_what_they_train(tmp_path, stubs):
+    reproduce.run(Grid("ptb", ["mos"], [1]), tmp_path, load)
+    del stubs[1][:]
+    rows = reproduce.run(Grid("ranks", ["mos"], [1]), tmp_path, load)
+    assert stubs[1] == ["rank"] and len(rows) == 8
 
 
 def test_a_share_of_a_recipe_switches_and_decays_at_that_share(tmp_path):
@@ -330,11 +360,12 @@ def test_steps_are_timed_on_the_same_rows(tmp_path, monkeypatch):
         return tiny.change(load(value), data__rows=4 if ":mos" in value else 9)
 
     (row,) = reproduce.run(Grid("time", ["softmax"]), tmp_path, recipe).values()
-    assert row["tokens"] == 4 * 5 and 0 < row["head_ms"] < row["step_ms"]
-    assert (
-        f"| softmax | ptb, ms per step | {row['step_ms']:.2f} | 1 | 55 [1] |"
-        in (tmp_path / "time.md").read_text()
-    )
+    assert row["tokens"] == 4 * 5 and row["head_ms"] > 0 and row["step_ms"] > 0
+    page = (tmp_path / "time.md").read_text()
+    beside = f"{row['step_ms']:.2f} | 1 | 55 s per epoch [1] |"
+    assert f"| softmax | ptb, ms per step | {beside}" in page
+    assert f"| ptb | softmax | 2 | 20 | {row['step_ms']:.3f} | " in page
+    assert "| 1.00 | 0.00 |\n" in page
 
 
 def test_published_values_are_of_heads_and_lines_that_there_are():
