@@ -16,7 +16,7 @@ process of its own (reproduce_stage.py), and what it came to is a line of
     elapsed, device, jax
 
 The file alone says what is left to do; measurements also need the folders of the runs,
-HEAD-SEED/train and HEAD-SEED/finetune, and train again what is no longer there.
+mos-seed28/train and mos-seed28/finetune, and train again what is no longer there.
 """
 
 import json

@@ -46,7 +46,7 @@ class Unit(NamedTuple):
     @property
     def run(self) -> str:
         """The name of the folder of all its stages."""
-        return f"{self.head}-{self.seed}"
+        return f"{self.head}-seed{self.seed}"
 
     def __str__(self) -> str:
         """As it is named in a queue."""
@@ -82,10 +82,9 @@ class Plan:
         self._configs: dict[Unit, config_lib.Config] = {}
         self._texts: dict[str, tuple[dict[str, str], int]] = {}
         self.units = [
-            Unit(head, seed, stage.name)
+            Unit(head, self._seed(head) if seed is None else seed, stage.name)
             for seed in dict.fromkeys(grid.seeds) or (None,)
             for head in self.heads
-            for seed in (self._seed(head, seed),)
             for stage in self.table.stages
         ]
         # What a unit starts from comes before it.
@@ -140,10 +139,8 @@ class Plan:
             parts.append(config.train.stop_patience)
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
-    def _seed(self, head, seed):
-        """The seed itself, or the one that a head's first config has."""
-        if seed is not None:
-            return seed
+    def _seed(self, head):
+        """The seed that the recipe of a head has."""
         config = next(stage.config for stage in self.table.stages if stage.config)
         return self._load(config.format(head=HEADS[head].argument)).seed
 

@@ -130,8 +130,10 @@ def test_every_stage_of_a_table_leaves_its_numbers(undisturbed):
     train, fine = by_stage["train"], by_stage["finetune"]
     assert (train["epochs"], train["steps"], len(train["validations"])) == (3, 51, 3)
     assert fine["validations"] != train["validations"]
-    config = json.loads((workdir / "mos-3" / "finetune" / "config.json").read_text())
-    assert config["train"]["init_from"] == str(workdir / "mos-3" / "train")
+    config = json.loads(
+        (workdir / "mos-seed3" / "finetune" / "config.json").read_text()
+    )
+    assert config["train"]["init_from"] == str(workdir / "mos-seed3" / "train")
     for stage in ("static", "fine-static"):
         row = by_stage[stage]
         trained = by_stage["train" if stage == "static" else "finetune"]
@@ -153,7 +155,7 @@ def test_the_page_has_our_numbers_beside_the_published_ones(undisturbed):
     line = f"| mos | not finetuned, static, test | {static:.2f} | 1 | 55.97 [1]; "
     assert line in text
     assert "- [1] Yang et al. 2018 (arXiv:1711.03953)\n" in text
-    assert "| mos-3 | train | 3 of 3 | epoch 1 | 51 | " in text
+    assert "| mos-seed3 | train | 3 of 3 | epoch 1 | 51 | " in text
     assert "are 0.002, 0.075, 0.001 for mixtures" in text
     assert "cut short at" not in text and "## Left" not in text
 
@@ -174,10 +176,10 @@ def test_a_table_that_was_stopped_ends_with_the_same_numbers(
     train = Unit("mos", 3, "train")
     assert [*rows] == [train] and rows[train]["begun"]
     printed = capsys.readouterr().out.splitlines()
-    assert printed[-1] == "left: " + ", ".join(f"mos-3 {stage}" for stage in STAGES)
+    assert printed[-1] == "left: " + ", ".join(f"mos-seed3 {stage}" for stage in STAGES)
     page = (tmp_path / "ptb.md").read_text()
     assert page.startswith("# Penn Treebank: partial\n")
-    assert "- mos-3 train: cut short at step 20, after 1 of 3 epochs, valid" in page
+    assert "- mos-seed3 train: cut short at step 20, after 1 of 3 epochs, valid" in page
 
     rows = reproduce.run(GRID, tmp_path, load, as_is=True)
     static = rows[Unit("mos", 3, "static")]
@@ -186,7 +188,7 @@ def test_a_table_that_was_stopped_ends_with_the_same_numbers(
     assert (
         f"| {static['test']:.2f} | 1 | 55.97 [1]; 54.91 ± 0.26 [2] | seed 3: " in page
     )
-    assert "- mos-3 static\n" in page
+    assert "- mos-seed3 static\n" in page
 
     stopping_at(monkeypatch, 18)  # the first training is past it, the second is not
     rows = reproduce.run(GRID, tmp_path, load)
@@ -200,7 +202,7 @@ def test_no_minutes_start_nothing_and_say_what_is_left(tmp_path, monkeypatch, ca
     grid = Grid("lm1b", ["mos", "moc"])
     assert reproduce.run(grid, tmp_path, load, minutes=0) == {}
     assert capsys.readouterr().out.splitlines()[-1] == (
-        "left: mos-7 train, mos-7 static, moc-7 train, moc-7 static"
+        "left: mos-seed7 train, mos-seed7 static, moc-seed7 train, moc-seed7 static"
     )
 
 
@@ -210,14 +212,16 @@ def test_no_minutes_start_nothing_and_say_what_is_left(tmp_path, monkeypatch, ca
 def test_a_workdir_of_other_settings_is_refused(undisturbed, monkeypatch, other):
     workdir, _ = undisturbed
     monkeypatch.setattr(reproduce_stage, "supervise", no_stage)
-    with pytest.raises(ValueError, match="has mos-3 train of other settings or of ano"):
+    with pytest.raises(
+        ValueError, match="has mos-seed3 train of other settings or of ano"
+    ):
         reproduce.run(other, workdir, load)
 
 
 def test_settings_bind_what_was_only_begun(tmp_path, stubs):
     stubs[0]["train"] = 0  # asked to stop
     reproduce.run(GRID, tmp_path, load)
-    with pytest.raises(ValueError, match="has mos-3 train of other settings"):
+    with pytest.raises(ValueError, match="has mos-seed3 train of other settings"):
         reproduce.run(GRID._replace(scale=0.01), tmp_path, load)
 
 
@@ -236,7 +240,7 @@ def test_a_scale_is_a_share(tmp_path, scale):
 def test_a_setting_that_there_is_not_is_named(tmp_path):
     grid = GRID._replace(changes={"train.epoch": 3})
     with pytest.raises(
-        ValueError, match="mos-3 train cannot be made: Train has no fie"
+        ValueError, match="mos-seed3 train cannot be made: Train has no fie"
     ):
         reproduce.run(grid, tmp_path / "new", load)
 
@@ -248,6 +252,16 @@ def test_heads_and_seeds_come_one_after_the_other_each_with_all_stages(tmp_path,
     stages = ("train", "static", "rank")
     assert [*rows] == [Unit(*run, stage) for run in heads for stage in stages]
     assert stubs[1] == 4 * [*stages]
+
+
+def test_without_seeds_every_head_has_that_of_its_recipe(tmp_path):
+    def recipe(value):
+        return tiny.change(load(value), seed=141 if ":softmax" in value else 28)
+
+    units = Plan(Grid("lm1b", ["softmax", "mos-3"]), tmp_path, recipe).units
+    assert [str(unit) for unit in units[1:3]] == [
+        *("softmax-seed141 static", "mos-3-seed28 train")
+    ]
 
 
 def test_a_line_has_mean_deviation_and_number_of_seeds(tmp_path, stubs):
@@ -272,8 +286,10 @@ def test_a_stage_that_failed_is_told_and_the_next_head_follows(tmp_path, stubs, 
     stubs[0]["finetune"] = {"failed": "step 3: loss nan"}
     reproduce.run(Grid("ptb", ["mos", "moc"], [1]), tmp_path, load)
     page = (tmp_path / "ptb.md").read_text()
-    assert "- mos-1 finetune: step 3: loss nan\n- moc-1 finetune: step 3" in page
-    assert "- mos-1 fine-static: finetune failed\n" in page
+    assert (
+        "- mos-seed1 finetune: step 3: loss nan\n- moc-seed1 finetune: step 3" in page
+    )
+    assert "- mos-seed1 fine-static: finetune failed\n" in page
     assert stubs[1] == 2 * ["train", "static", "finetune"]
 
 
@@ -285,7 +301,7 @@ def test_a_run_that_failed_before_its_first_validation_is_not_trained_again(
     for _ in range(2):
         reproduce.run(Grid("lm1b", ["mos"], [1]), tmp_path, load)
     assert stubs[1] == ["train"]
-    assert "- mos-1 static: train failed\n" in (tmp_path / "lm1b.md").read_text()
+    assert "- mos-seed1 static: train failed\n" in (tmp_path / "lm1b.md").read_text()
 
 
 def test_a_process_that_dies_is_told_and_tried_again_the_next_time(tmp_path, stubs):
@@ -293,14 +309,14 @@ def test_a_process_that_dies_is_told_and_tried_again_the_next_time(tmp_path, stu
     stubs[0]["train"] = -signal.SIGSEGV
     reproduce.run(grid, tmp_path, load)
     page = (tmp_path / "lm1b.md").read_text()
-    assert "- mos-1 train: ended with status -11\n- mos-1 static\n" in page
+    assert "- mos-seed1 train: ended with status -11\n- mos-seed1 static\n" in page
     del stubs[0]["train"]
     assert len(reproduce.run(grid, tmp_path, load)) == 4
 
 
 def test_what_a_stage_refuses_ends_the_command(tmp_path, stubs):
     stubs[0]["static"] = {"refused": "the test text is another"}
-    with pytest.raises(ValueError, match="mos-1 static: the test text is another"):
+    with pytest.raises(ValueError, match="mos-seed1 static: the test text is another"):
         reproduce.run(Grid("lm1b", ["mos"], [1]), tmp_path, load)
 
 
