@@ -155,7 +155,7 @@ def _runs(plan, rows):
             optim, epochs = plan.config(unit).optim, plan.config(unit).train.epochs
             begins = {"et": f"epoch {optim.switch_epoch}", "now": "the start"}
             cells += [
-                f"{row['epochs']} of {epochs}" if epochs else str(row["epochs"]),
+                f"{row['epochs']} of {epochs}" if epochs else "",
                 begins.get(optim.averaging, ""),
                 f"{row['steps']:,}",
                 f"{row['parameters']:,}",
