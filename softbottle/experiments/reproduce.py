@@ -118,13 +118,14 @@ def left(plan: Plan, rows: dict[Unit, Row], as_is: bool = False) -> list[Unit]:
     queue = [unit for unit in plan.units if not _done(plan, rows, unit, as_is)]
     if as_is:
         return [unit for unit in queue if plan.stage(unit).measure is not None]
-    # What is measured and what is finetuned need the run itself.
-    lost = {
-        start
-        for start in map(plan.start, queue)
-        if start and _ended(rows.get(start)) and _best_step(plan, start) is None
-    }
-    return [unit for unit in plan.units if unit in lost or unit in queue]
+    # What is measured and what is finetuned need the run itself, and so on.
+    for unit in queue:
+        start = plan.start(unit)
+        if start is None or start in queue or not _ended(rows.get(start)):
+            continue
+        if _best_step(plan, start) is None:
+            queue.append(start)
+    return [unit for unit in plan.units if unit in queue]
 
 
 def _done(plan, rows, unit, as_is):

@@ -334,6 +334,20 @@ def test_a_run_that_is_gone_is_trained_again_where_it_is_needed(
     assert stubs[1] == ["train", "static", "train"]
 
 
+def test_what_a_run_that_is_gone_started_from_is_trained_again_as_well(
+    tmp_path, stubs, monkeypatch
+):
+    stubs[0]["cache"] = 1
+    grid = Grid("ptb", ["mos"], [1])
+    reproduce.run(grid, tmp_path, load)
+    plan, rows = Plan(grid, tmp_path, load), reproduce.read(tmp_path)
+    assert [unit.stage for unit in reproduce.left(plan, rows)] == ["fine-cache"]
+    monkeypatch.setattr(reproduce, "_best_step", lambda plan, unit: None)
+    assert [unit.stage for unit in reproduce.left(plan, rows)] == [
+        *("train", "finetune", "fine-cache")
+    ]
+
+
 def test_two_commands_do_not_work_in_one_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(reproduce_stage, "supervise", no_stage)
     with (
