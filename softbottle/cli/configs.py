@@ -6,9 +6,12 @@ the environment that it is installed in. The second has the settings of a run.
 """
 
 import importlib.metadata
+import importlib.util
 import pathlib
+import sys
 
 import softbottle
+from softbottle.config import Config
 
 _RUN = "config.json"  # of a run, in its folder
 _STORED = pathlib.Path(__file__).with_name("stored.py")
@@ -46,6 +49,30 @@ def resolve(value: str) -> str:
         f"--config: there is no file {file!r} here, and softbottle's own configs are "
         f"{', '.join(known)} (as in --config quickstart:mos)."
     )
+
+
+def load(value: str) -> Config:
+    """The config of a value of --config: `ptb:mos,et`.
+
+    Raises:
+        ValueError: if there is no such file, or it has no such argument.
+    """
+    file, _, argument = resolve(value).partition(":")
+    path = pathlib.Path(file).resolve()
+    enable_imports(path)
+    spec = importlib.util.spec_from_file_location(f"{path.stem}_config", path)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"--config: {file!r} is no Python file.")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.get_config(argument) if argument else module.get_config()
+
+
+def enable_imports(path: pathlib.Path) -> None:
+    """Have a config file find its neighbours: `from configs import ptb`, anywhere."""
+    folder = str(path.resolve().parents[1])
+    if folder not in sys.path:
+        sys.path.append(folder)
 
 
 def run_folder(value: str) -> pathlib.Path | None:

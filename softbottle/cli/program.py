@@ -110,9 +110,16 @@ def define_float(
 
 
 def run(command: types.ModuleType) -> NoReturn:
-    """Parse the command line, call the command's `main`, and exit with its status."""
+    """Parse the command line, call the command's `main`, and exit with its status.
+
+    Where the command has a `FIRST_WORD`, its first argument may be the value of that
+    flag alone: `softbottle reproduce ptb` for `softbottle reproduce --table=ptb`.
+    """
 
     def parse(arguments):
+        flag, first = getattr(command, "FIRST_WORD", None), arguments[1:2]
+        if flag and first and not first[0].startswith("-"):
+            arguments = [arguments[0], f"--{flag}={first[0]}", *arguments[2:]]
         asked = {"-h", "-help", "--help", "-helpfull", "--helpfull"} & {*arguments}
         if asked:
             full = any(word.endswith("full") for word in asked)
@@ -177,9 +184,7 @@ def _with_config_file(arguments):
         file = configs.resolve(file if equals else words[place])
         words[place] = start + file
         if configs.run_folder(file) is None:
-            # `from configs import ptb`, wherever the folder is.
-            folder = pathlib.Path(file.partition(":")[0]).resolve().parents[1]
-            sys.path.append(str(folder))
+            configs.enable_imports(pathlib.Path(file.partition(":")[0]))
     return words
 
 

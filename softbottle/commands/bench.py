@@ -11,7 +11,6 @@ r"""Race ours against peers, or time a training step by part, on this machine.
 Prints tables, and writes every number to --json. docs/bench.md explains the columns.
 """
 
-import importlib.util
 import json
 import pathlib
 
@@ -149,12 +148,7 @@ def _decode(ask, seconds):
 
 def _recipe(name):
     """The mixture of a config that comes with softbottle, as the flags change it."""
-    spec = importlib.util.spec_from_file_location(
-        f"{name}_recipe", configs.files()[name]
-    )
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    recipe = module.get_config("mos")
+    recipe = configs.load(f"{name}:mos")
     recipe.model.compute_dtype = DTYPE.value or recipe.model.compute_dtype
     recipe.head.budget_mib = BUDGET.value or recipe.head.budget_mib
     recipe.head.implementation = (IMPLEMENTATIONS.value or ["auto"])[0]

@@ -15,7 +15,7 @@ copied there. --minutes ends it in time, and it says what is missing.
 
 from softbottle.cli import program
 from softbottle.cli.program import app, flags
-from softbottle.experiments import frontier, frontier_arms, frontier_trial
+from softbottle.experiments import frontier, frontier_arms, processes
 
 CONFIG = program.define_config(", that trains a mixture by AdamW")
 WORKDIR = flags.DEFINE_string("workdir", None, "Where it all goes.", required=True)
@@ -50,5 +50,5 @@ def main() -> None:
         return
     if CONFIG.value is None:
         raise app.UsageError("--config is needed, for example --config lm1b")
-    frontier_trial.leave_devices()
+    processes.leave_devices()
     frontier.run(CONFIG.value, WORKDIR.value, grid, MINUTES.value, KEEP.value)

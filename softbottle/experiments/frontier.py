@@ -28,19 +28,15 @@ the other arms, all arms at the other rates, and last the other seeds of the fou
 that matter, each at its best rate.
 """
 
-import contextlib
-import json
 import math
 import pathlib
 import shutil
-import signal
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from softbottle import config as config_lib
-from softbottle import files
 from softbottle.data import corpus as corpus_lib
 from softbottle.data import lines
 from softbottle.experiments import (
@@ -48,7 +44,9 @@ from softbottle.experiments import (
     frontier_plot,
     frontier_report,
     frontier_trial,
+    processes,
 )
+from softbottle.experiments import rows as rows_lib
 from softbottle.experiments.frontier_arms import ARMS, Key, Variant, Variants
 from softbottle.training import metrics
 
@@ -96,18 +94,7 @@ def read(workdir: pathlib.Path | str) -> list[Row]:
     Raises:
         ValueError: if a line is not a row.
     """
-    path = pathlib.Path(workdir) / _ROWS
-    if not path.exists():
-        return []
-    rows = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
-        try:
-            row = json.loads(line)
-            _key(row)
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path}: line {number} is not a run's row.") from error
-        rows.append(row)
-    return rows
+    return rows_lib.read(pathlib.Path(workdir) / _ROWS, _key)
 
 
 def run(
@@ -134,43 +121,44 @@ def run(
         ValueError: before anything is trained, for an arm that there is not or that
             cannot be made, and for rows of other settings or of another text.
     """
-    deadline = math.inf if minutes is None else time.monotonic() + 60 * minutes
     workdir, rows = pathlib.Path(workdir), read(workdir)
     frontier_arms.check_names(grid.arms)
     corpus = corpus_lib.load(config.data)
     vocab, text = len(corpus.vocab), corpus_lib.digest(corpus)
     stream = lines.stream(config.data, corpus.vocab, corpus.train, config.seed)
     variants = Variants(config, vocab, stream.steps_per_epoch, text)
+    known = {_key(row): row for row in rows}
     for key in plan(grid, rows):
-        _check_rows(key, variants.make(*key), rows)
+        mark = variants.make(*key).fingerprint
+        rows_lib.check(workdir / _ROWS, key, known.get(key), mark)
     workdir.mkdir(parents=True, exist_ok=True)
     broken: dict[Key, str] = {}
-    with _interruptible(), contextlib.suppress(KeyboardInterrupt):
-        while True:
-            left = deadline - time.monotonic()
-            runs = {key: variants.make(*key) for key in missing(grid, rows)}
-            waits = {key: _expected(key, runs[key], rows, workdir) for key in runs}
-            ready = [key for key in runs if key not in broken and waits[key] < left]
-            if not ready or left <= 0:
-                break
-            key, folder = ready[0], workdir / str(ready[0])
-            print(f"{key}: {len(runs)} runs to go{_told(waits[key])}", flush=True)
-            values = config_lib.to_dict(runs[key].config)
-            seconds = None if math.isinf(left) else left
-            began = time.monotonic()
-            status = frontier_trial.supervise(values, folder, vocab, seconds)
-            outcome = frontier_trial.outcome(folder)
-            if outcome is None and status in (0, -signal.SIGTERM):
-                break  # asked to stop, in the loop or before it could take notice
-            if outcome is None:
-                broken[key] = f"ended with status {status}"
-                continue
-            spent = round(time.monotonic() - began, 3)
-            rows.append(_row(key, runs[key], outcome, spent))
-            _write(workdir, rows)
-            frontier_report.write_table(workdir, rows, _named(grid, rows, broken))
-            if not keep:
-                shutil.rmtree(folder)
+
+    def choose(left):
+        runs = {key: variants.make(*key) for key in missing(grid, rows)}
+        waits = {key: _expected(key, runs[key], rows, workdir) for key in runs}
+        ready = [key for key in runs if key not in broken and waits[key] < left]
+        if not ready:
+            return None
+        print(f"{ready[0]}: {len(runs)} runs to go{_told(waits[ready[0]])}", flush=True)
+        return ready[0]
+
+    def do(key, seconds):
+        variant, folder = variants.make(*key), workdir / str(key)
+        values, began = config_lib.to_dict(variant.config), time.monotonic()
+        status = frontier_trial.supervise(values, folder, vocab, seconds)
+        outcome = frontier_trial.outcome(folder)
+        if outcome is None:
+            return status
+        spent = round(time.monotonic() - began, 3)
+        rows.append(_row(key, variant, outcome, spent))
+        rows_lib.write(workdir / _ROWS, rows)
+        frontier_report.write_table(workdir, rows, _named(grid, rows, broken))
+        if not keep:
+            shutil.rmtree(folder)
+        return None
+
+    processes.one_by_one(minutes, broken, choose, do)
     report(workdir, grid, broken)
     return rows
 
@@ -222,22 +210,8 @@ def _row(key: Key, variant: Variant, outcome: Row, spent: float) -> Row:
     }
 
 
-def _write(workdir, rows):
-    text = "".join(json.dumps(row) + "\n" for row in rows)
-    files.replace(workdir / _ROWS, text)
-
-
 def _key(row):
     return Key(row["arm"], row["learning_rate"], row["seed"])
-
-
-def _check_rows(key, variant, rows):
-    for row in rows:
-        if _key(row) == key and row["fingerprint"] != variant.fingerprint:
-            raise ValueError(
-                f"{_ROWS} has {key} of other settings or of another text; use another "
-                "workdir."
-            )
 
 
 def _expected(key, variant, rows, workdir):
@@ -257,13 +231,3 @@ def _expected(key, variant, rows, workdir):
 
 def _told(seconds):
     return f", {seconds / 60:.1f} minutes expected" if seconds else ""
-
-
-@contextlib.contextmanager
-def _interruptible() -> Iterator[None]:
-    """SIGTERM is an interrupt, too: the run under way saves, and the program ends."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from softbottle import files
+from softbottle.experiments import rows as rows_lib
 from softbottle.experiments.frontier_arms import ARMS, REFERENCE, SOFTMAX, Key
 
 Row = dict[str, Any]
@@ -130,7 +131,7 @@ def table(found: Sequence[Point]) -> str:
     ]
     by_arm = {point.arm: point for point in found}
     softmax, reference = by_arm.get(SOFTMAX), by_arm.get(REFERENCE)
-    text = [_line(titles), "|---" * len(titles) + "|"]
+    lines: list[list[str]] = []
     for point in sorted(found, key=lambda point: point.perplexity):
         ratio = share = None
         if softmax:
@@ -140,16 +141,16 @@ def table(found: Sequence[Point]) -> str:
         peak = point.mean("peak_bytes")
         cells = [
             *(point.arm, f"`{point.head}`", f"{point.rate:g}", str(len(point.runs))),
-            _spread([row["test_perplexity"] for row in point.runs]),
-            _spread([row["valid_perplexity"] for row in point.runs]),
+            rows_lib.spread([row["test_perplexity"] for row in point.runs]),
+            rows_lib.spread([row["valid_perplexity"] for row in point.runs]),
             f"{point.mean('seconds'):.4g}",
             "" if ratio is None else f"{ratio:.2f}",
             f"{point.runs[0]['parameters']:,}",
             "" if math.isnan(peak) else f"{peak / 2**30:.2f}",
             "" if share is None else f"{share:.0%}",
         ]
-        text.append(_line(cells))
-    return "\n".join(text)
+        lines.append(cells)
+    return rows_lib.table(titles, lines)
 
 
 def recommendations(found: Sequence[Point]) -> str:
@@ -157,7 +158,7 @@ def recommendations(found: Sequence[Point]) -> str:
     (softmax,) = (point for point in found if point.arm == SOFTMAX)
     titles = ["training time over softmax, at most", "best by validation"]
     titles += ["over softmax", "test perplexity"]
-    text = [_line(titles), "|---" * len(titles) + "|"]
+    lines: list[list[str]] = []
     for budget in BUDGETS:
         ratios = {
             point: point.mean("seconds") / softmax.mean("seconds") for point in found
@@ -166,19 +167,19 @@ def recommendations(found: Sequence[Point]) -> str:
         best = min(within, key=lambda point: point.mean("valid_loss"))
         limit = "any" if math.isinf(budget) else f"{budget:g}"
         cells = [limit, best.arm, f"{ratios[best]:.2f}", f"{best.perplexity:.2f}"]
-        text.append(_line(cells))
-    return "\n".join(text)
+        lines.append(cells)
+    return rows_lib.table(titles, lines)
 
 
 def along(found: Sequence[Point]) -> str:
     """The validations of every arm's first seed by the share of its steps."""
     size = max(len(point.runs[0]["validations"]) for point in found) if found else 0
     titles = ["arm", *(f"{part}/{size}" for part in range(1, size + 1))]
-    text = [_line(titles), "|---" * len(titles) + "|"]
+    lines: list[list[str]] = []
     for point in found:
         losses = [loss for _, loss in point.runs[0]["validations"]]
-        text.append(_line([point.arm, *(f"{math.exp(loss):.2f}" for loss in losses)]))
-    return "\n".join(text)
+        lines.append([point.arm, *(f"{math.exp(loss):.2f}" for loss in losses)])
+    return rows_lib.table(titles, lines)
 
 
 def _setting(rows):
@@ -195,13 +196,3 @@ def _setting(rows):
 def _failure(row):
     where = f"{row['arm']} at {row['learning_rate']:g}, seed {row['seed']}"
     return f"- {where}: {row['failed']}"
-
-
-def _spread(values):
-    if len(values) == 1:
-        return f"{values[0]:.2f}"
-    return f"{statistics.fmean(values):.2f} ± {statistics.stdev(values):.2f}"
-
-
-def _line(cells):
-    return "| " + " | ".join(cells) + " |"

@@ -1,12 +1,6 @@
-"""One run of the frontier, in a process of its own, and what is measured of it.
-
-A device counts the most memory that a process ever held there and cannot be told to
-forget it, so every run has its own process. That also keeps a run that fails from
-taking the others with it.
-"""
+"""One run of the frontier, in a process of its own, and what is measured of it."""
 
 import json
-import multiprocessing
 import pathlib
 import signal
 import statistics
@@ -21,21 +15,13 @@ from softbottle import config as config_lib
 from softbottle import files, sharding
 from softbottle import model as model_lib
 from softbottle.data import batches, lines
+from softbottle.experiments import processes
 from softbottle.training import loop, metrics, optim
 from softbottle.training import step as step_lib
 from softbottle.training.state import Run
 
 DECILES = 10
 _OUTCOME = "outcome.json"
-_PATIENCE = 1.0  # seconds between two requests to stop
-
-
-def leave_devices() -> None:
-    """Keep this process, which looks at shapes alone, on the CPU: runs have the rest.
-
-    To be called before jax is used: a process that has a GPU has its memory.
-    """
-    jax.config.update("jax_platforms", "cpu")
 
 
 def supervise(
@@ -55,18 +41,7 @@ def supervise(
     Raises:
         KeyboardInterrupt: on SIGINT, when the run has been asked to stop and has ended.
     """
-    processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload([__name__])
-    process = processes.Process(target=train, args=(values, folder, vocab))
-    process.start()
-    try:
-        process.join(None if seconds is None else max(0.0, seconds))
-    finally:
-        # More than once: while it loads its text or is evaluated it takes no notice.
-        while process.is_alive():
-            process.terminate()
-            process.join(_PATIENCE)
-    return process.exitcode or 0
+    return processes.supervise(train, (values, folder, vocab), seconds)
 
 
 def train(values: dict[str, Any], folder: pathlib.Path, vocab: int) -> None:
@@ -150,46 +125,47 @@ def _outcome(config, folder, vocab):
         step_lib.check_memory(config, model, optim.make(config.optim), mesh)
     except ValueError as error:
         return {"failed": str(error)}
-    try:
-        return loop.run(config, folder, at_end=_measure).get("frontier")
-    except metrics.NonFiniteLossError as error:
-        return {"failed": str(error)}
-    except (jax.errors.JaxRuntimeError, MemoryError) as error:
-        if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
-            return {"failed": f"out of memory: {' '.join(str(error).split())[:300]}"}
-        raise
+
+    def run():
+        return loop.run(config, folder, at_end=_measure).get("frontier", {})
+
+    return processes.attempt(run)
 
 
 def _measure(ended: loop.Ended) -> dict[str, Any]:
     """The run's numbers, in the summary's entry `frontier`."""
     began = time.monotonic()
-    device, data = jax.local_devices()[0], ended.run.config.data
-    # Before this function adds to it.
-    memory = device.memory_stats() or {}
-    recorded = metrics.read(ended.workdir)
-    step_ms = statistics.median(line["step_ms"] for line in recorded if _timed(line))
-    valid = [line for line in recorded if line.get("valid_loss") is not None]
+    # First, before this function adds to the memory.
+    measured, data = measure(ended), ended.run.config.data
     decile_V = deciles(ended.corpus.train, len(ended.corpus.vocab))
     by_decile = loss_by_decile(ended.run, ended.corpus.test, data.test_rows, decile_V)
     tokens = sum(decile["tokens"] for decile in by_decile)
     test_loss = sum(row["tokens"] * (row["loss"] or 0.0) for row in by_decile) / tokens
-    valid_loss = min(line["valid_loss"] for line in valid)
-    measured = {
-        "seconds": round(ended.summary["steps"] * step_ms / 1e3, 3),
-        "step_ms": step_ms,
-        "peak_bytes": memory.get("peak_bytes_in_use"),
-        "valid_loss": valid_loss,
-        "valid_perplexity": metrics.perplexity(valid_loss),
+    measured |= {
         "test_loss": test_loss,
         "test_perplexity": ended.summary["test_perplexity"],
-        "validations": [[line["step"], line["valid_loss"]] for line in valid],
         "deciles": by_decile,
-        "device": device.device_kind,
-        "jax": jax.__version__,
     }
     loop_seconds = ended.summary["seconds"] + time.monotonic() - began
     return {"frontier": measured | {"elapsed": round(loop_seconds, 3)}}
 
 
-def _timed(line):
-    return line.get("step_ms") is not None
+def measure(ended: loop.Ended) -> dict[str, Any]:
+    """What a run's device and its metrics tell: time, memory and validations."""
+    device, recorded = jax.local_devices()[0], metrics.read(ended.workdir)
+    memory = device.memory_stats() or {}
+    step_ms = statistics.median(
+        line["step_ms"] for line in recorded if line.get("step_ms") is not None
+    )
+    valid = [line for line in recorded if line.get("valid_loss") is not None]
+    valid_loss = min(line["valid_loss"] for line in valid)
+    return {
+        "seconds": round(ended.summary["steps"] * step_ms / 1e3, 3),
+        "step_ms": step_ms,
+        "peak_bytes": memory.get("peak_bytes_in_use"),
+        "valid_loss": valid_loss,
+        "valid_perplexity": metrics.perplexity(valid_loss),
+        "validations": [[line["step"], line["valid_loss"]] for line in valid],
+        "device": device.device_kind,
+        "jax": jax.__version__,
+    }
