@@ -157,3 +157,11 @@ def test_reports_on_things_with_strange_names_are_written(name, tmp_path):
 def test_the_curve_of_a_run_with_a_strange_name_is_drawn():
     figure = curves.draw(make_lines([9.0, 4.0]), HOSTILE)
     assert len(image(figure)) > 1000
+
+
+def test_no_two_of_many_lines_are_alike():
+    axes = drawing.Figure().subplots()
+    lines = [axes.plot([0, 1], [n, n])[0] for n in range(14)]
+    looks = {(line.get_color(), line.get_linestyle()) for line in lines}
+    assert len(looks) == len(lines)
+    assert all(line.get_linestyle() == "-" for line in lines[:7])
