@@ -129,7 +129,7 @@ def expected(
 
 def pairs(bars: Sequence[Array], wanted: Expected) -> list[tuple[str, Array, Array]]:
     """Name, gradient and its truth for each input; only the bias may be missing."""
-    count = len(INPUTS) - 1 if len(bars) < len(INPUTS) else len(INPUTS)
+    count = max(len(bars), len(INPUTS) - 1)
     return list(zip(INPUTS[:count], bars, wanted.bars[:count], strict=True))
 
 

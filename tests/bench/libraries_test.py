@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from softbottle.bench import jax_peers, libraries, problem, race, worker
+from softbottle.bench import jax_peers, libraries, oracle, problem, race, worker
 
 CASE = problem.Case("odd", tokens=11, components=3, dim=7, vocab=37)
 
@@ -160,6 +160,16 @@ def test_tokamax_is_raced_without_torch(monkeypatch):
     assert len(raced(monkeypatch, ["tokamax"], 3)) == 2
     with pytest.raises(ValueError, match="torch is not installed"):
         raced(monkeypatch, ["tokamax", "liger"], 3)
+
+
+@pytest.mark.parametrize("count", [2, 5])
+def test_no_gradient_but_the_bias_may_be_missing(count):
+    wanted = oracle.Expected(None, ("a", "b", "c", "d"))
+    named = [name for name, *_ in oracle.pairs("abc", wanted)]
+    assert named == ["log_prior", "context", "table"]
+    assert len(oracle.pairs("abcd", wanted)) == 4
+    with pytest.raises(ValueError):
+        oracle.pairs("abcde"[:count], wanted)
 
 
 def test_every_variant_has_a_name_of_its_own():

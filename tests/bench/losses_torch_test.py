@@ -5,9 +5,9 @@ import types
 
 import pytest
 
-torch = pytest.importorskip("torch")
+from softbottle.bench import libraries, problem, race, worker
 
-from softbottle.bench import libraries, problem, race, worker  # noqa: E402
+torch = pytest.importorskip("torch")
 
 CASE = problem.Case("odd", tokens=11, components=3, dim=7, vocab=37)
 
