@@ -10,7 +10,7 @@ its own variants where they run.
 Axes: R rows of a GEMM, components of a chunk of tokens.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from softbottle.bench.problem import Array
@@ -125,6 +125,12 @@ def expected(
         xp.concatenate(parts) for parts in zip(*by_token, strict=True)
     )
     return Expected(nll_T, (prior_bar_TK, context_bar_TKE, *sums))
+
+
+def pairs(bars: Sequence[Array], wanted: Expected) -> list[tuple[str, Array, Array]]:
+    """Name, gradient and its truth for each input; only the bias may be missing."""
+    count = max(len(bars), len(INPUTS) - 1)
+    return list(zip(INPUTS[:count], bars, wanted.bars[:count], strict=True))
 
 
 def verdict(row: dict[str, Any], limits: Limits) -> dict[str, Any]:

@@ -1,11 +1,7 @@
-"""The same work as others do it, in torch: the only file that imports torch.
+"""The same work as others do it, in torch.
 
-Tasks of the kind "loss" are those of head.py, with a "peer" for the implementation:
-
-    naive      softmax of every component in full, mixed, then the logarithm: what the
-               MoS authors' own code does
-    compile    log-sum-exp in log space, the label's logit gathered, torch.compile
-    cce        Cut Cross-Entropy on all rows, mixed afterwards
+Tasks of the kind "loss" are those of head.py, with a "peer" for the implementation: one
+of losses_torch.py. This file and that one are the only ones that import torch.
 
 Those of the kind "lstm" are those of recurrence.py; torch has one implementation, by
 cuDNN where there is a GPU.
@@ -15,17 +11,17 @@ G = 4 H gates.
 """
 
 import functools
-import inspect
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 
-from softbottle.bench import oracle, problem, timing
+from softbottle.bench import libraries, losses_torch, oracle, problem, timing
 
 Row = dict[str, Any]
 Tensors = tuple[torch.Tensor, ...]
+# In the order of oracle.INPUTS; the bias is None for a peer that takes none.
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -39,8 +35,9 @@ def run_task(task: Row) -> Row:
 
 def _run_loss(task):
     case = problem.Case(*task["case"])
-    inputs, labels_T, expected, tokens = _prepared(case, task["check_flop"])
-    loss = make_loss(task["peer"])
+    bias = libraries.variant(task["peer"]).bias
+    inputs, labels_T, expected, tokens = _prepared(case, task["check_flop"], bias)
+    loss = losses_torch.make_loss(task["peer"])
     checked = inputs
     if tokens < case.tokens:
         cut = (array[:tokens].detach().requires_grad_() for array in inputs[:2])
@@ -48,10 +45,13 @@ def _run_loss(task):
     errors = check(gradients(loss, checked, labels_T[:tokens]), expected)
     row = oracle.verdict(errors, oracle.PEERS)
     row |= {"flop": task["products"] * case.product_flop, "checked_tokens": tokens}
+    row |= {"bias": bias}
     if row["status"] != "ok":
         return row
     return row | _timed(
-        lambda: gradients(loss, inputs, labels_T), (*inputs, labels_T), task["seconds"]
+        lambda: gradients(loss, inputs, labels_T),
+        (*_leaves(inputs), labels_T),
+        task["seconds"],
     )
 
 
@@ -122,7 +122,7 @@ def _lstm_errors(actual, wanted):
     }
 
 
-def make_inputs(case: problem.Case) -> tuple[Tensors, torch.Tensor]:
+def make_inputs(case: problem.Case, bias: bool = True) -> tuple[Inputs, torch.Tensor]:
     """The case's numbers, all of them in bfloat16 but the prior, and its labels."""
     small = problem.small(case)
     rows = case.tokens * case.components
@@ -133,34 +133,27 @@ def make_inputs(case: problem.Case) -> tuple[Tensors, torch.Tensor]:
         torch.from_numpy(small.log_prior_TK).to(DEVICE),
         context_X.reshape(case.tokens, case.components, case.dim),
         table_X.reshape(case.vocab, case.dim),
-        torch.from_numpy(small.bias_V).to(DEVICE).bfloat16(),
+        torch.from_numpy(small.bias_V).to(DEVICE).bfloat16() if bias else None,
     )
-    leaves = tuple(array.requires_grad_() for array in inputs)
-    return leaves, torch.from_numpy(small.labels_T).to(DEVICE).long()
-
-
-def make_loss(peer: Literal["naive", "compile", "cce"]) -> Callable[..., torch.Tensor]:
-    """(log_prior, context, table, bias, labels) -> mean nll, the peer's way."""
-    if peer == "compile":
-        torch._dynamo.reset()
-        return torch.compile(_log_space, dynamic=False)
-    return {"naive": _naive, "cce": _cut_cross_entropy}[peer]
+    for array in _leaves(inputs):
+        array.requires_grad_()
+    return inputs, torch.from_numpy(small.labels_T).to(DEVICE).long()
 
 
 def gradients(
-    loss: Callable[..., torch.Tensor], inputs: Tensors, labels_T: torch.Tensor
+    loss: Callable[..., torch.Tensor], inputs: Inputs, labels_T: torch.Tensor
 ) -> tuple[torch.Tensor, Tensors]:
-    """The mean loss and its gradients by all four inputs."""
+    """The mean loss and its gradients by all inputs that there are."""
     value = loss(*inputs, labels_T)
-    return value, torch.autograd.grad(value, inputs)
+    return value, torch.autograd.grad(value, _leaves(inputs))
 
 
 def check(outputs: tuple[torch.Tensor, Tensors], expected: oracle.Expected) -> Row:
-    """Errors of a mean loss and its four gradients."""
+    """Errors of a mean loss and its gradients."""
     loss, bars = outputs
     row = {"loss": loss.item()}
     row["loss_error"] = abs(loss.item() - expected.nll_T.mean().item())
-    for name, bar, wanted in zip(oracle.INPUTS, bars, expected.bars, strict=True):
+    for name, bar, wanted in oracle.pairs(bars, expected):
         row[f"error_{name}"] = relative_error(bar, wanted)
     return row
 
@@ -171,49 +164,10 @@ def relative_error(actual: torch.Tensor, wanted: torch.Tensor) -> float:
     return (difference / torch.linalg.vector_norm(wanted)).item()
 
 
-def _naive(log_prior_TK, context_TKE, table_VE, bias_V, labels_T):
-    logit_TKV = F.linear(context_TKE, table_VE, bias_V)
-    prior_TK = log_prior_TK.exp().to(logit_TKV.dtype)
-    p_TV = (F.softmax(logit_TKV, -1) * prior_TK[:, :, None]).sum(1)
-    # The authors' guard against log 0; it flattens words less likely than 1e-8.
-    return F.nll_loss(torch.log(p_TV + 1e-8).float(), labels_T)
-
-
-def _log_space(log_prior_TK, context_TKE, table_VE, bias_V, labels_T):
-    logit_TKV = F.linear(context_TKE, table_VE, bias_V)
-    lse_TK = torch.logsumexp(logit_TKV.float(), -1)
-    index_TK1 = labels_T[:, None, None].expand(*log_prior_TK.shape, 1)
-    score_TK = logit_TKV.gather(2, index_TK1).squeeze(2).float()
-    return -torch.logsumexp(log_prior_TK + score_TK - lse_TK, -1).mean()
-
-
-def _cut_cross_entropy(log_prior_TK, context_TKE, table_VE, bias_V, labels_T):
-    from cut_cross_entropy import linear_cross_entropy
-
-    tokens, components = log_prior_TK.shape
-    context_RE = context_TKE.reshape(tokens * components, -1)
-    options = {}
-    if "bias" in inspect.signature(linear_cross_entropy).parameters:
-        options["bias"] = bias_V
-    else:
-        # Releases before the bias: it is one more column, in a block of zeros.
-        table_VE = F.pad(torch.cat([table_VE, bias_V[:, None]], 1), (0, 15))
-        context_RE = F.pad(F.pad(context_RE, (0, 1), value=1.0), (0, 15))
-    nll_R = linear_cross_entropy(
-        context_RE,
-        table_VE,
-        labels_T.repeat_interleave(components),
-        reduction="none",
-        **options,
-    )
-    nll_TK = nll_R.reshape(tokens, components).float()
-    return -torch.logsumexp(log_prior_TK - nll_TK, -1).mean()
-
-
 @problem.keep_last
-def _prepared(case, check_flop):
+def _prepared(case, check_flop, bias):
     """The case's arrays and labels, and the truth about its first tokens."""
-    inputs, labels_T = make_inputs(case)
+    inputs, labels_T = make_inputs(case, bias)
     tokens = case.tokens_within(check_flop)
     expected = truth(inputs, labels_T, tokens)
     # The truth leaves blocks that would split the memory that peers ask for.
@@ -222,9 +176,11 @@ def _prepared(case, check_flop):
 
 
 @torch.no_grad()
-def truth(inputs: Tensors, labels_T: torch.Tensor, tokens: int) -> oracle.Expected:
+def truth(inputs: Inputs, labels_T: torch.Tensor, tokens: int) -> oracle.Expected:
     """The oracle's losses and gradients of the first tokens, on this device."""
     log_prior_TK, context_TKE, table_VE, bias_V = inputs
+    if bias_V is None:
+        bias_V = table_VE.new_zeros(table_VE.shape[0])
     return oracle.expected(
         torch,
         (log_prior_TK[:tokens], context_TKE[:tokens], table_VE, bias_V),
@@ -240,6 +196,10 @@ def uniform(count: int, stream: int, width: float) -> torch.Tensor:
     """Entries of a stream of problem.py between plus and minus width, bfloat16."""
     counter_X = torch.arange(count, dtype=torch.int32, device=DEVICE)
     return (problem.uniform(counter_X, stream, torch.Tensor.float) * width).bfloat16()
+
+
+def _leaves(inputs):
+    return tuple(array for array in inputs if array is not None)
 
 
 def _wait(_):

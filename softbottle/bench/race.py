@@ -1,8 +1,8 @@
 """Ours, the peers and the bare GEMMs on the same sizes, in one run.
 
-Every suite is a list of tasks for jax and a list for torch. All of jax runs first and
-then all of torch, in children (worker.py), so that neither holds memory while the other
-is measured. Rows come back checked; here they only learn of each other.
+Every suite is a list of tasks for jax and a list for torch. Ours run first, then peers
+in jax and then those in torch, in children (worker.py), so that none holds memory while
+another is measured. Rows come back checked; here they only learn of each other.
 """
 
 import importlib.util
@@ -12,25 +12,17 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from softbottle.bench import layer as layers
+from softbottle.bench import libraries, problem, worker
 from softbottle.bench import option as losses
-from softbottle.bench import problem, worker
 from softbottle.ops.lstm import api as lstm_op
 from softbottle.ops.mixture import options
 
 Row = dict[str, Any]
-# Which variants a peer brings, and what must be installed.
-PEERS = {
-    "torch": ({"naive": "torch naive", "compile": "torch.compile"}, "torch", "torch"),
-    "cce": (
-        {"cce": "cut cross-entropy"},
-        "cut_cross_entropy",
-        "git+https://github.com/apple/ml-cross-entropy.git",
-    ),
-}
-OURS, THEIRS = "softbottle.bench.ours", "softbottle.bench.peers"
+OURS, THEIRS = "softbottle.bench.ours", libraries.TORCH
 # The size of the square GEMM that is the ceiling.
 GPU_PRODUCT, CPU_PRODUCT = 8192, 512
 UNROLLS = (1, 4, 8)
+LSTM_DTYPES = ("float32", "bfloat16", "float16")
 DECODINGS = ("sample", "top_k", "log_probs")
 
 
@@ -42,12 +34,14 @@ def check_names(kind: str, names: list[str], known: list[str]) -> None:
 
 
 def check_peers(peers: list[str]) -> None:
-    """Raise ValueError unless every peer is known and installed."""
-    check_names("peer", peers, list(PEERS))
-    for peer in dict.fromkeys(["torch", *peers] if peers else []):
-        _, module, package = PEERS[peer]
-        if importlib.util.find_spec(module) is None:
-            raise ValueError(f"{module} is not installed: pip install {package}")
+    """Raise ValueError unless every peer is known, and torch installed if it is needed.
+
+    A library that is not installed costs its own rows alone.
+    """
+    check_names("peer", peers, list(libraries.PEERS))
+    children = {libraries.PEERS[peer].child for peer in peers}
+    if THEIRS in children and importlib.util.find_spec("torch") is None:
+        raise ValueError("torch is not installed: pip install torch")
 
 
 def head(
@@ -69,7 +63,7 @@ def head(
         shapes: names of problem.CASES; none: all of them, or `tiny` without a GPU.
         implementations: "auto" or names of ops/mixture/options.py; the first one's
             evaluation and softmax are timed as well.
-        peers: names of PEERS.
+        peers: names of libraries.PEERS.
         sweep: one of problem.SWEEPS instead of shapes: only losses, to be plotted.
         heads: names of layer.LAYERS, the whole heads at layer.CASES; None is all.
         asked: names of option.OPTIONS, or "all": instead of all else, the losses with
@@ -108,15 +102,11 @@ def head(
     ours = [
         task for case in cases for task in _ours(case, implementations, sweep, chosen)
     ]
-    wanted = [item for peer in peers for item in PEERS[peer][0].items()]
-    theirs = [
-        head_task(case, name, "loss", 3) | {"family": "peer", "peer": peer}
-        for case in cases
-        for peer, name in wanted
-        if not sweep or peer == "compile"
-    ]
+    theirs = [task for case in cases for task in _theirs(case, peers, sweep)]
     rows = [run_and_report(ask, OURS, common | task) for task in ours]
-    rows += [run_and_report(ask, THEIRS, common | task) for task in theirs]
+    # Sorted, since each change of module starts a child.
+    for child, task in sorted(theirs, key=lambda pair: pair[0]):
+        rows.append(run_and_report(ask, child, common | task))
     order = {_title(case): index for index, case in enumerate(cases)}
     rows.sort(key=lambda row: order[row["group"]])
     facts = {"sweep": sweep, "ceiling_tflops": limit}
@@ -138,7 +128,7 @@ def lstm(
         ask: gives the row of a module's task.
         stacks: names of problem.STACKS; none: all of them, or `tiny` without a GPU.
         implementations: names of ops/lstm/api.py.
-        peers: "torch" alone has an LSTM; it runs in float32 and bfloat16.
+        peers: "torch" alone has an LSTM; it runs in LSTM_DTYPES.
         dtype: of our products' inputs.
         seconds: of timing, per variant.
     """
@@ -165,7 +155,7 @@ def lstm(
             rows.append(run_and_report(ask, OURS, task))
         rows += [
             common | {"family": "peer", "variant": f"torch {theirs}", "dtype": theirs}
-            for theirs in ("float32", "bfloat16")
+            for theirs in LSTM_DTYPES
             if "torch" in peers
         ]
     rows = [
@@ -343,3 +333,17 @@ def _ours(case, implementations, sweep, heads):
             ours(name, "layer", 3, head=layers.LAYERS[name], **first) for name in heads
         ]
     return tasks
+
+
+def _theirs(case, peers, sweep):
+    """Tasks of the peers' variants, each with the module that serves it."""
+    return [
+        (
+            library.child,
+            head_task(case, variant.name, "loss", 3) | {"family": "peer", "peer": name},
+        )
+        for library in (libraries.PEERS[peer] for peer in peers)
+        for name, variant in library.variants.items()
+        if (variant.mixtures or case.components == 1)
+        and (not sweep or name == "compile")
+    ]

@@ -24,7 +24,7 @@ def run(
     Args:
         ask: gives the row of a module's task.
         recipes: a config and the number of its words, by name.
-        peers: names of race.PEERS; only "torch" is used.
+        peers: names of libraries.PEERS; only "torch" is used.
         seconds: of timing, per part.
     """
     race.check_peers(peers)

@@ -11,6 +11,7 @@ import importlib
 import json
 import os
 import pathlib
+import re
 import select
 import subprocess
 import sys
@@ -66,7 +67,8 @@ def guarded(run_task: Callable[[Row], Row], task: Row) -> Row:
     try:
         return {"status": "ok"} | run_task(task)
     except Exception as error:
-        text = " ".join(str(error).split())
+        # Some libraries color what they say.
+        text = " ".join(re.sub(r"\x1b\[[0-9;]*m", "", str(error)).split())
         if "RESOURCE_EXHAUSTED" in text or "out of memory" in text.lower():
             return {"status": "failed", "reason": f"out of memory: {text[:200]}"}
         return {"status": "failed", "reason": f"{type(error).__name__}: {text[:300]}"}

@@ -36,7 +36,7 @@ OPTIONS = flags.DEFINE_list(
     "options", [], "head: what is asked of the loss, by name or all."
 )
 IMPLEMENTATIONS = flags.DEFINE_list("implementations", [], "Ours, by name.")
-PEERS = flags.DEFINE_list("peers", [], "torch, cce.")
+PEERS = flags.DEFINE_list("peers", [], "torch, cce, tokamax, liger, quack.")
 BUDGET = flags.DEFINE_integer("budget_mib", 0, "0: the default.", lower_bound=0)
 DTYPE = flags.DEFINE_enum(
     "dtype", None, ["bfloat16", "float32"], "lstm, step: of our GEMMs' inputs."

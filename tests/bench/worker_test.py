@@ -27,3 +27,11 @@ def test_an_exception_becomes_a_row_that_says_why():
     assert row["reason"].startswith("out of memory")
     row = worker.in_process("tests.bench.faulty", {})
     assert row["reason"] == "KeyError: 'do'"
+
+
+def test_the_reason_in_a_row_is_plain_text():
+    def fail(task):
+        raise RuntimeError("\x1b[91m\x1b[1merror:\x1b[0m no\n  kernel [16]")
+
+    reason = worker.guarded(fail, {})["reason"]
+    assert reason == "RuntimeError: error: no kernel [16]"
