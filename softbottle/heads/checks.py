@@ -3,6 +3,7 @@
 import functools
 import inspect
 import math
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -60,6 +61,12 @@ def reduction(name: str) -> None:
 
 def terms(label_smoothing: float, z_loss: float, temperature: float) -> None:
     """Raise ValueError unless a loss may have these, and all of them."""
+    given = (label_smoothing, z_loss, temperature)
+    if not all(isinstance(value, numbers.Real) for value in given):
+        raise ValueError(
+            "label_smoothing, z_loss and temperature must be numbers that are known "
+            f"when compiling, got {given}."
+        )
     if not 0 <= label_smoothing < 1:
         raise ValueError(
             f"label_smoothing must be at least 0 and below 1, got {label_smoothing!r}."

@@ -129,6 +129,8 @@ def _sum_over_words(predictions, targets, terms, options):
     def reduce(log_p_CV, labels_C):
         log_p_CV = reductions.tempered(log_p_CV, terms.temperature, options)
         own_C = reductions.of_label(log_p_CV, labels_C, options)
+        if not terms.label_smoothing:
+            return -own_C
         mean_C = reductions.mean(log_p_CV, options)
         return -own_C + terms.label_smoothing * (own_C - mean_C)
 

@@ -284,6 +284,7 @@ def test_several_models_and_checkpoints():
         ({"temperature": 0.0}, "temperature must be a finite number above 0"),
         ({"temperature": float("nan")}, "temperature must be a finite number above 0"),
         ({"temperature": 2.0, "z_loss": 0.1}, "give one of the two"),
+        ({"temperature": jnp.ones(())}, "numbers that are known when compiling"),
         ({"names": ("entropie",)}, "names must be some of"),
         ({"names": "entropy"}, "names must be some of"),
     ],
