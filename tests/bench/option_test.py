@@ -12,6 +12,7 @@ def race_of(*asked):
     return result, {row["variant"]: row for row in result["rows"]}
 
 
+@pytest.mark.slow
 def test_each_is_checked_and_set_beside_the_plain_loss():
     result, rows = race_of("smoothing")
     names = ("plain", "smoothing")
@@ -24,6 +25,7 @@ def test_each_is_checked_and_set_beside_the_plain_loss():
     assert "/ plain" in table.render(result)
 
 
+@pytest.mark.slow
 def test_a_formula_that_is_not_kept_is_not_timed(monkeypatch):
     (_, dense), (smoothed, _) = option.OPTIONS["plain"], option.OPTIONS["smoothing"]
     monkeypatch.setitem(option.OPTIONS, "smoothing", (smoothed, dense))

@@ -45,6 +45,7 @@ def models(student, teacher, ours, theirs):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("student", "teacher"), PAIRS)
 @pytest.mark.parametrize("reverse", [False, True])
 def test_sums_and_gradients_are_those_of_the_formula(
@@ -131,6 +132,7 @@ def test_given_probabilities_of_all_and_of_some_words(student, float64):
         oracle.assert_close(bars, pulled(student, ours, bar_TV), "float64")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("student", "teacher"), PAIRS[1:2])
 def test_a_split_vocabulary_gives_the_same(student, teacher, float64):
     """Tokens over one axis of the mesh and words over the other."""

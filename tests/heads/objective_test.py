@@ -108,6 +108,7 @@ def measured(name, options, padded):
     return jax.jit(run)(*oracle.cast(padded[:5], jnp.float64))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HEADS)
 def test_values_and_gradients_are_those_of_the_formulas(name, float64):
     _, padded = make_inputs(name)
@@ -256,6 +257,7 @@ def test_the_gradient_by_a_weight_is_the_loss_of_its_token(name, reduction, floa
     assert jnp.sum(head.loss(*output, *few, **terms)) == 0
 
 
+@pytest.mark.slow
 def test_several_models_and_checkpoints():
     """Under vmap and remat, sums and tokens are what they are one by one."""
     head, options = CASES["mos"].head, Options(vocab=VOCAB, budget_bytes=ODD_BUDGET)
