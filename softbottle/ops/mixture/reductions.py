@@ -258,13 +258,12 @@ def _scores(context_CNKE, words):
 
 
 def _scores_forward(context_CNKE, words):
-    saved = (context_CNKE, words.cast_NPE, len(words.bias_V))
-    return _scores(context_CNKE, words), saved
+    return _scores(context_CNKE, words), (context_CNKE, words.cast_NPE)
 
 
 def _scores_backward(saved, bar_CKV):
-    context_CNKE, cast_NPE, rows = saved
-    dtypes = (cast_NPE.dtype, bar_CKV.dtype)
+    context_CNKE, cast_NPE = saved
+    dtypes, rows = (cast_NPE.dtype, bar_CKV.dtype), bar_CKV.shape[2]
     count, words, _ = cast_NPE.shape
     beyond = ((0, 0), (0, 0), (0, count * words - rows))
     # Written once, rounded and padded: else every product would do it again.
