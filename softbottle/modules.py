@@ -36,9 +36,18 @@ class _Calls:
 
         `terms` are those of `Head.loss`: `label_smoothing`, `ignore_label` and so on.
         """
-        if terms.get("reduction") == "none":
-            raise ValueError("reduction='none' is `nll`, times the weights.")
-        return _loss(self._call, hidden, labels, weights, terms)
+        return _loss(self._call, "loss", hidden, labels, weights, terms)
+
+    def loss_and_argmax(
+        self,
+        hidden: jax.Array,
+        labels: jax.Array,
+        weights: jax.Array | None = None,
+        **terms: Any,
+    ) -> tuple[jax.Array, jax.Array]:
+        """The loss, and the most probable word for each label, in their shape."""
+        both = _loss(self._call, "loss_and_argmax", hidden, labels, weights, terms)
+        return both[0], both[1].reshape(labels.shape)
 
     def nll(self, hidden: jax.Array, labels: jax.Array, **terms: Any) -> jax.Array:
         """-log P(label), in the shape of the labels; `terms` as of `Head.nll`."""
@@ -144,10 +153,12 @@ class NnxHead(_Calls, nnx.Module):
         return function(*output, hidden_TD, *arguments, **named)
 
 
-def _loss(call, hidden, labels, weights, terms):
+def _loss(call, name, hidden, labels, weights, terms):
+    if terms.get("reduction") == "none":
+        raise ValueError("reduction='none' is `nll`, times the weights.")
     labels_T = labels.reshape(-1)
     weights_T = jnp.ones(labels_T.shape) if weights is None else weights.reshape(-1)
-    return call("loss", _flat(hidden), labels_T, weights_T, **terms)
+    return call(name, _flat(hidden), labels_T, weights_T, **terms)
 
 
 def _by_token(call, name, hidden, *arguments, **named):

@@ -69,10 +69,9 @@ def _capped(head, options, inputs, labels_T):
 
 def _accuracy(head, options, inputs, labels_T):
     """The loss, and how many labels are the most probable word: a term of it."""
-    frozen = jax.lax.stop_gradient(inputs)
-    found = head.measure(*frozen, labels_T, ("argmax",), options=options)
-    hits = jnp.mean((found["argmax"] == labels_T).astype(jnp.float32))
-    return _loss(head, options, inputs, labels_T) + hits
+    how = {"reduction": "mean", "options": options}
+    loss, argmax_T = head.loss_and_argmax(*inputs, labels_T, **how)
+    return loss + jnp.mean((argmax_T == labels_T).astype(jnp.float32))
 
 
 def _bonus(head, options, inputs, labels_T):

@@ -13,7 +13,7 @@ input, may be split over devices and is where the memory goes.
 import abc
 import dataclasses
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -246,32 +246,54 @@ class Head(abc.ABC):
                 in [0, 1), `z_loss` is below 0 or beside a temperature, `temperature` is
                 not above 0, or an option is refused.
         """
-        checks.states(params, hidden_TD)
-        checks.reduction(reduction)
-        terms = _terms(label_smoothing, z_loss, temperature)
-        if weights_T is None:
-            weights_T = jnp.ones(len(hidden_TD))
-        if weights_T.shape != hidden_TD.shape[:1]:
-            raise ValueError(
-                f"weights_T must have a weight for each of the {hidden_TD.shape[0]} "
-                f"tokens of hidden_TD {hidden_TD.shape}, got {weights_T.shape}."
-            )
-        if ignore_label is not None:
-            weights_T = weights_T * (labels_T != ignore_label).astype(weights_T.dtype)
-        # A padding token's state may be anything; masked here, it cannot reach the
-        # head's own parameters either.
-        hidden_TD, weights_T = without_padding(weights_T, (hidden_TD, weights_T))
-        output = (params, table_VE, bias_V)
-        predictions = self.predict(output, hidden_TD, latent_mask, options, key)
-        # A label of no weight may be no word.
-        labels_T = without_padding(weights_T, labels_T)
-        if reduction == "none":
-            tokens = (predictions, labels_T, terms, ("nll",), options)
-            nll_T = objective.measure(*tokens)["nll"]
-            return weights_T.astype(nll_T.dtype) * nll_T
-        targets = Targets(labels_T, weights_T)
-        total = objective.loss(predictions, targets, terms, options)
-        return objective.reduced(total, weights_T, reduction)
+        return self._loss(
+            (params, table_VE, bias_V),
+            (hidden_TD, labels_T, weights_T),
+            reduction=reduction,
+            ignore_label=ignore_label,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            temperature=temperature,
+            latent_mask=latent_mask,
+            key=key,
+            options=options,
+        )[0]
+
+    def loss_and_argmax(
+        self,
+        params: Params,
+        table_VE: jax.Array,
+        bias_V: jax.Array | None,
+        hidden_TD: jax.Array,
+        labels_T: jax.Array,
+        weights_T: jax.Array | None = None,
+        **terms: Any,
+    ) -> tuple[jax.Array, jax.Array]:
+        """`loss`, and the most probable word of each token, say for the accuracy.
+
+        One softmax, soft-capped or not, and `partition` have both in one pass, but on
+        TPU; on a Hopper GPU, words whose probabilities differ by less than 2^-15 of
+        themselves may then change places. For other heads the argmax takes a pass of
+        its own, as in `measure`.
+
+        Args:
+            params: as all arrays, of `loss`.
+            table_VE: of `loss`.
+            bias_V: of `loss`.
+            hidden_TD: of `loss`.
+            labels_T: of `loss`.
+            weights_T: of `loss`.
+            **terms: the keywords of `loss`.
+
+        Returns:
+            The loss, and argmax_T, which is int32 and has no gradient; any word where a
+            token has no weight.
+
+        Raises:
+            ValueError: as `loss`.
+        """
+        output, tokens = (params, table_VE, bias_V), (hidden_TD, labels_T, weights_T)
+        return self._loss(output, tokens, argmax=True, **terms)
 
     def nll(
         self,
@@ -382,8 +404,7 @@ class Head(abc.ABC):
         predictions = self.predict(output, hidden_TD, latent_mask, options)
         found = {}
         if "argmax" in names:
-            frozen = jax.lax.stop_gradient((output, hidden_TD, latent_mask))
-            found["argmax"] = self.predict(*frozen, options).argmax()
+            found["argmax"] = self._argmax(output, hidden_TD, latent_mask, options)
         others = [name for name in names if name not in found]
         if others:
             found |= objective.measure(predictions, labels_T, terms, others, options)
@@ -608,6 +629,60 @@ class Head(abc.ABC):
         drawn = {"key": key} if self.draws and key is not None else {}
         mixture = self.mix(params, hidden_TD, latent_mask, **drawn)
         return OfMixture(mixture, words, self.activation(params), options)
+
+    def _loss(
+        self,
+        output,
+        tokens,
+        *,
+        reduction="sum",
+        ignore_label=None,
+        label_smoothing=0.0,
+        z_loss=0.0,
+        temperature=1.0,
+        latent_mask=None,
+        key=None,
+        options=DEFAULTS,
+        argmax=False,
+    ):
+        """`loss`, and the most probable words if they are asked for."""
+        params, *_ = output
+        hidden_TD, labels_T, weights_T = tokens
+        checks.states(params, hidden_TD)
+        checks.reduction(reduction)
+        terms = _terms(label_smoothing, z_loss, temperature)
+        if weights_T is None:
+            weights_T = jnp.ones(len(hidden_TD))
+        if weights_T.shape != hidden_TD.shape[:1]:
+            raise ValueError(
+                f"weights_T must have a weight for each of the {hidden_TD.shape[0]} "
+                f"tokens of hidden_TD {hidden_TD.shape}, got {weights_T.shape}."
+            )
+        if ignore_label is not None:
+            weights_T = weights_T * (labels_T != ignore_label).astype(weights_T.dtype)
+        # A padding token's state may be anything; masked here, it cannot reach the
+        # head's own parameters either.
+        hidden_TD, weights_T = without_padding(weights_T, (hidden_TD, weights_T))
+        predictions = self.predict(output, hidden_TD, latent_mask, options, key)
+        # A label of no weight may be no word.
+        labels_T = without_padding(weights_T, labels_T)
+        argmax_T = None
+        if reduction == "none":
+            wanted = (labels_T, terms, ("nll",), options)
+            nll_T = objective.measure(predictions, *wanted)["nll"]
+            loss = weights_T.astype(nll_T.dtype) * nll_T
+        else:
+            wanted = (Targets(labels_T, weights_T), terms, options, argmax)
+            total, argmax_T = objective.loss(predictions, *wanted)
+            loss = objective.reduced(total, weights_T, reduction)
+        if argmax and argmax_T is None:
+            argmax_T = self._argmax(output, hidden_TD, latent_mask, options, key)
+        return loss, argmax_T
+
+    def _argmax(self, output, hidden_TD, latent_mask, options, key=None):
+        """The most probable words, in a pass of their own without gradients."""
+        frozen = jax.lax.stop_gradient((output, hidden_TD, latent_mask))
+        return self.predict(*frozen, options, key).argmax()
 
     def predict(
         self,

@@ -125,6 +125,10 @@ class Pieces(NamedTuple):
             elsewhere=elsewhere,
         )
 
+    def loss_and_argmax(self, targets: Targets) -> None:
+        """See `Predictions`: the frequent words have a pass of their own."""
+        del targets
+
     def scores(self, labels_T: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """See `Predictions`; one component, the whole softmax."""
         local_T, elsewhere = self._elsewhere(labels_T)

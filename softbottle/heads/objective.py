@@ -34,22 +34,40 @@ class Terms(NamedTuple):
 
 
 def loss(
-    predictions: Predictions, targets: Targets, terms: Terms, options: Options
-) -> jax.Array:
-    """sum_t weight[t] nll[t], in the fused loss where there is a closed form."""
+    predictions: Predictions,
+    targets: Targets,
+    terms: Terms,
+    options: Options,
+    argmax: bool = False,
+) -> tuple[jax.Array, jax.Array | None]:
+    """sum_t weight[t] nll[t], in the fused loss where there is a closed form.
+
+    Args:
+        predictions: of the tokens.
+        targets: the words that follow and the weights.
+        terms: of the loss.
+        options: of the head.
+        argmax: whether the most probable words [T] are asked for.
+
+    Returns:
+        The sum, and the words if they are asked for and the same pass has them.
+    """
     _, weights_T, *_ = targets
     if _streamed(predictions, terms):
-        return _sum_over_words(predictions, targets, terms, options)
+        return _sum_over_words(predictions, targets, terms, options), None
     if terms.z_loss:
         targets = targets._replace(z_weights_T=terms.z_loss * weights_T)
     if terms.temperature != 1:
         predictions = predictions.tempered(terms.temperature)
-    if not terms.label_smoothing:
-        return predictions.loss(targets)
     spread_T = terms.label_smoothing * weights_T
-    total = predictions.loss(targets._replace(score_weights_T=spread_T))
-    mean_T = predictions.mean_score()
-    return total - jnp.sum(spread_T.astype(mean_T.dtype) * mean_T)
+    if terms.label_smoothing:
+        targets = targets._replace(score_weights_T=spread_T)
+    both = predictions.loss_and_argmax(targets) if argmax else None
+    total, argmax_T = both or (predictions.loss(targets), None)
+    if terms.label_smoothing:
+        mean_T = predictions.mean_score()
+        total -= jnp.sum(spread_T.astype(mean_T.dtype) * mean_T)
+    return total, argmax_T
 
 
 def reduced(total: jax.Array, weights_T: jax.Array, reduction: str) -> jax.Array:

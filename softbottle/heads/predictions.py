@@ -4,11 +4,9 @@ A mixture that meets the whole vocabulary is `OfMixture`. A head that treats som
 in another way has predictions of its own (mixtape.py).
 """
 
-import dataclasses
 from typing import NamedTuple, Protocol, Self
 
 import jax
-import jax.numpy as jnp
 
 from softbottle import ops
 from softbottle.ops.mixture import likelihood, reductions
@@ -52,6 +50,10 @@ class Predictions(Protocol):
 
     def loss(self, targets: Targets) -> jax.Array:
         """The weighted sum of -log P(label), and of what else the targets ask for."""
+        ...
+
+    def loss_and_argmax(self, targets: Targets) -> tuple[jax.Array, jax.Array] | None:
+        """`loss` and `argmax` in one pass, or None where they take two."""
         ...
 
     def scores(self, labels_T: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -117,6 +119,12 @@ class OfMixture(NamedTuple):
             self.mixture, self.words, targets, self.activation, self.options
         )
 
+    def loss_and_argmax(self, targets: Targets) -> tuple[jax.Array, jax.Array] | None:
+        """See `Predictions`."""
+        return ops.loss_and_argmax(
+            self.mixture, self.words, targets, self.activation, self.options
+        )
+
     def scores(self, labels_T: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """See `Predictions`."""
         log_prior_TK, context_TKE = self.mixture
@@ -145,14 +153,8 @@ class OfMixture(NamedTuple):
         return ops.top_k(self.mixture, self.words, k, self.activation, self.options)
 
     def argmax(self) -> jax.Array:
-        """See `Predictions`; of one component no normalizer is needed."""
-        log_prior_TK = self.mixture.log_prior_TK
-        lse_TK = jnp.zeros_like(log_prior_TK) if log_prior_TK.shape[1] == 1 else None
-        # In blocks as large as a loss has them, not as small as decoding needs.
-        options = self.options.resolve()
-        options = dataclasses.replace(options, budget_bytes=options.block_bytes)
-        how = (self.activation, options, lse_TK)
-        return ops.top_k(self.mixture, self.words, 1, *how)[1][:, 0]
+        """See `Predictions`."""
+        return ops.argmax(self.mixture, self.words, self.activation, self.options)
 
     def sample(
         self, key: jax.Array, log_prior_TK: jax.Array | None, sampling: Sampling

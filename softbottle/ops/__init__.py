@@ -2,10 +2,12 @@
 
 from softbottle.ops.mixture.activations import Activation
 from softbottle.ops.mixture.api import (
+    argmax,
     entropies,
     label_score,
     log_probs,
     loss,
+    loss_and_argmax,
     nll,
     sample,
     scores,
@@ -23,10 +25,12 @@ __all__ = [
     "Sampling",
     "Targets",
     "Vocabulary",
+    "argmax",
     "entropies",
     "label_score",
     "log_probs",
     "loss",
+    "loss_and_argmax",
     "nll",
     "sample",
     "scores",

@@ -119,17 +119,27 @@ def test_values_and_gradients_are_those_of_the_formulas(name, float64):
 
 @pytest.mark.parametrize("name", HEADS)
 def test_the_sum_is_that_of_the_tokens(name, float64):
-    """By the closed forms beside the fused loss, or by the reductions."""
-    _, padded = make_inputs(name)
+    """By the closed forms beside the fused loss, or by the reductions.
+
+    The most probable words come with it, or in a pass of their own.
+    """
+    inputs, padded = make_inputs(name)
     options = Options(vocab=VOCAB, implementation="blocked")
 
     def loss(*inputs):
         terms = {"label_smoothing": A, "temperature": TEMPERATURE}
         weights_T = cotangents()[0]
-        return CASES[name].head.loss(*inputs, weights_T, **terms, options=options)
+        loss = CASES[name].head.loss_and_argmax
+        return loss(*inputs, weights_T, **terms, options=options)
 
-    inputs = oracle.cast(padded[:5], jnp.float64)
-    total, bars = jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3)))(*inputs)
+    given = oracle.cast(padded[:5], jnp.float64)
+    by = jax.value_and_grad(loss, (0, 1, 2, 3), has_aux=True)
+    (total, argmax_T), bars = jax.jit(by)(*given)
+    log_p_TV = oracle.log_probs(name, *inputs[:4])
+    np.testing.assert_array_equal(argmax_T, np.argmax(log_p_TV, axis=1))
+    # Asked for alone, without a gradient, they are the same.
+    np.testing.assert_allclose(jax.jit(loss)(*given)[0], total, rtol=1e-9)
+    np.testing.assert_array_equal(jax.jit(loss)(*given)[1], argmax_T)
     found, exact = wanted(name, A, TEMPERATURE, (True, False))
     oracle.assert_close(total, np.sum(cotangents()[0] * found["nll"]), "float64")
     oracle.assert_close(bars, exact, "float64")
@@ -161,27 +171,32 @@ def test_a_split_vocabulary_gives_the_same(name, float64):
     oracle.assert_close((found, gradient), exact, "float64")
 
 
-def test_the_sum_of_a_split_vocabulary_and_split_tokens(float64):
+@pytest.mark.parametrize("name", ["softmax", "partition", "mos"])
+def test_the_sum_of_a_split_vocabulary_and_split_tokens(name, float64):
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     options = Options(vocab=VOCAB, vocab_axis="model", implementation="blocked")
-    _, padded = make_inputs("mos")
-    head = CASES["mos"].head
+    inputs, padded = make_inputs(name)
+    head = CASES[name].head
 
     def loss(*inputs):
-        total = head.loss(*inputs, label_smoothing=A, options=options)
-        return jax.lax.psum(total, "data")
+        terms = {"label_smoothing": A, "options": options}
+        total, argmax_T = head.loss_and_argmax(*inputs, **terms)
+        return jax.lax.psum(total, "data"), argmax_T
 
     specs = (P(), P("model"), P("model"), P("data"), P("data"), P("data"))
-    split = jax.shard_map(loss, mesh=mesh, in_specs=specs, out_specs=P())
+    out_specs = (P(), P("data"))
+    split = jax.shard_map(loss, mesh=mesh, in_specs=specs, out_specs=out_specs)
     # An even number of tokens; the last one has no weight.
     padded = padded._replace(
         hidden_TD=np.pad(padded.hidden_TD, ((0, 1), (0, 0)), constant_values=np.nan),
         labels_T=np.pad(padded.labels_T, (0, 1), constant_values=-1),
         weights_T=np.pad(cotangents()[0], (0, 1)),
     )
-    inputs = oracle.cast(padded, jnp.float64)
-    bars = jax.jit(jax.grad(split, (0, 1, 2, 3)))(*inputs)
-    _, exact = wanted("mos", A, 1.0, (True, False))
+    given = oracle.cast(padded, jnp.float64)
+    bars, argmax_T = jax.jit(jax.grad(split, (0, 1, 2, 3), has_aux=True))(*given)
+    log_p_TV = oracle.log_probs(name, *inputs[:4])
+    np.testing.assert_array_equal(argmax_T[:-1], np.argmax(log_p_TV, axis=1))
+    _, exact = wanted(name, A, 1.0, (True, False))
     oracle.assert_close((*bars[:3], bars[3][:-1]), exact, "float64")
     assert not np.any(bars[3][-1])
 

@@ -5,8 +5,9 @@
     entropies  the latter, and the entropy of each component
     nll        -log P(label) per token; takes any cotangent
     loss       the weighted sum of nll, with its gradient computed in forward
+    loss_and_argmax, with the most probable words
     source     log P of all words in chunks of tokens, for reductions.py
-    log_probs, top_k, sample
+    log_probs, top_k, argmax, sample
 
 Arrays travel in threes: `Mixture(log_prior_TK, context_TKE)`, `Vocabulary(table_VE,
 bias_V)` and `Targets(labels_T, weights_T)`. How an operation is computed is said by its
@@ -17,9 +18,11 @@ A label that is no word of the vocabulary gives NaN, never a plausible loss; run
 Labels are integers of any kind. float16 is refused: see `check_range`.
 """
 
+import dataclasses
 import importlib
 
 import jax
+import jax.numpy as jnp
 
 from softbottle.ops.mixture import classes, decode, likelihood, reductions, shards
 from softbottle.ops.mixture.activations import SOFTMAX, Activation
@@ -119,20 +122,34 @@ def loss(
     `elsewhere` is what words outside the vocabulary given here add.
     """
     options = options.resolve()
-    context_TKE = mixture.context_TKE
-    _check_mixture(mixture, vocabulary, options)
-    given = {
-        name: array for name, array in targets._asdict().items() if array is not None
-    }
-    _check_tokens(context_TKE, **given)
-    wide = sum_dtype(context_TKE, vocabulary.table_VE)
-    weights = jax.tree.map(lambda array: array.astype(wide), targets[1:])
-    targets = Targets(likelihood.word_ids(labels_T=targets.labels_T), *weights)
+    targets = _targets(mixture, vocabulary, targets, options)
     mixture, targets, elsewhere = without_padding(
         targets.weights_T, (mixture, targets, elsewhere)
     )
-    chosen = _implementation(options, context_TKE)
+    chosen = _implementation(options, mixture.context_TKE)
     return chosen.loss(mixture, vocabulary, targets, activation, options, elsewhere)
+
+
+def loss_and_argmax(
+    mixture: Mixture,
+    vocabulary: Vocabulary,
+    targets: Targets,
+    activation: Activation = SOFTMAX,
+    options: Options = DEFAULTS,
+) -> tuple[jax.Array, jax.Array] | None:
+    """`loss`, and the most probable word of each token [T], in one pass.
+
+    None where that takes two: with several components, or where the implementation has
+    no such pass.
+    """
+    if mixture.context_TKE.shape[-2] > 1:
+        return None
+    options = options.resolve()
+    targets = _targets(mixture, vocabulary, targets, options)
+    mixture, targets = without_padding(targets.weights_T, (mixture, targets))
+    chosen = _implementation(options, mixture.context_TKE)
+    inputs = (mixture, vocabulary, targets, activation, options)
+    return chosen.loss_and_argmax(*inputs)
 
 
 def choice(
@@ -203,6 +220,21 @@ def top_k(
     return decode.top_k(decode.blocks(*given, least=k), k, options)
 
 
+def argmax(
+    mixture: Mixture,
+    vocabulary: Vocabulary,
+    activation: Activation = SOFTMAX,
+    options: Options = DEFAULTS,
+) -> jax.Array:
+    """The most probable word of each token, [T]; of one component no normalizer."""
+    log_prior_TK = mixture.log_prior_TK
+    lse_TK = jnp.zeros_like(log_prior_TK) if log_prior_TK.shape[1] == 1 else None
+    # In blocks as large as a loss has them, not as small as decoding needs.
+    options = options.resolve()
+    options = dataclasses.replace(options, budget_bytes=options.block_bytes)
+    return top_k(mixture, vocabulary, 1, activation, options, lse_TK)[1][:, 0]
+
+
 def sample(
     mixture: Mixture,
     vocabulary: Vocabulary,
@@ -246,6 +278,18 @@ def _lse(context_TKE, vocabulary, activation, options):
     chosen = _implementation(options, context_TKE)
     local_TK = classes.lse(chosen.lse, context_TKE, vocabulary, activation, options)
     return shards.joint_lse(local_TK, options)
+
+
+def _targets(mixture, vocabulary, targets, options):
+    """A loss's targets, in the dtypes of its sums; all its inputs are checked."""
+    _check_mixture(mixture, vocabulary, options)
+    given = {
+        name: array for name, array in targets._asdict().items() if array is not None
+    }
+    _check_tokens(mixture.context_TKE, **given)
+    wide = sum_dtype(mixture.context_TKE, vocabulary.table_VE)
+    weights = jax.tree.map(lambda array: array.astype(wide), targets[1:])
+    return Targets(likelihood.word_ids(labels_T=targets.labels_T), *weights)
 
 
 def _check_mixture(mixture, vocabulary, options):

@@ -57,6 +57,13 @@ def _loss(mixture, vocabulary, targets, activation, options, elsewhere=None):
     return _learned_loss(activation.apply, options, *inputs)
 
 
+def _loss_and_argmax(mixture, vocabulary, targets, activation, options):
+    if not exponential.takes(activation):
+        return None
+    inputs = (mixture, vocabulary, targets, activation, options)
+    return exponential.loss_and_argmax(route(options), *inputs)
+
+
 def _choice(context_TKE, table_VE, activation, options):
     if exponential.takes(activation):
         count = exponential.chunks(route(options), context_TKE, table_VE, options)
@@ -73,9 +80,9 @@ def route(options: Options) -> exponential.Route:
 
 
 def _first_product(
-    context_NRQ, table_NPQ, bias_NP, near_R, tilt_2R, activation, options
+    context_NRQ, table_NPQ, bias_NP, near_R, tilt_2R, activation, options, peaks
 ):
-    """E, its row sums before rounding, and the rows' maxima; see exponential.py."""
+    """E, its row sums before rounding, the rows' maxima, and where these are."""
     del options
     z_NRP = products.product(context_NRQ, table_NPQ, (2, 2), near_R.dtype)
     g_NRP, slope_NRP = likelihood.with_slope(activation, z_NRP + bias_NP[:, None])
@@ -88,7 +95,10 @@ def _first_product(
         ahead_NRP = jnp.maximum(g_NRP - near_R[None, :, None], DEAD)
         e_NRP *= level_R1[None] + tilt_R1[None] * ahead_NRP
     e_NRP = e_NRP.astype(context_NRQ.dtype)
-    return e_NRP, jnp.sum(exp_NRP, axis=2), ref_NR
+    peak = None
+    if peaks:
+        peak = exponential.Peak(ref_NR, jnp.argmax(g_NRP, axis=2).astype(jnp.int32))
+    return e_NRP, jnp.sum(exp_NRP, axis=2), ref_NR, peak
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -316,4 +326,4 @@ def _hits(labels_C, rows, options):
     return labels_C[:, None] == ids_V[None]
 
 
-IMPLEMENTATION = Implementation(_lse, _loss, _choice, _entropies)
+IMPLEMENTATION = Implementation(_lse, _loss, _loss_and_argmax, _choice, _entropies)

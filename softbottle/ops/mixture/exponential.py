@@ -68,14 +68,25 @@ from softbottle.ops.mixture.options import (
 from softbottle.ops.mixture.products import pad_width, product, round_up
 
 
+class Peak(NamedTuple):
+    """The largest score of each row, and where in its class that word is.
+
+    Of equal ones the first.
+    """
+
+    score: jax.Array
+    place: jax.Array
+
+
 class Route(NamedTuple):
     """How a platform computes the products, and the sizes that it likes.
 
     Attributes:
-        first: (context_NRQ, table_NPQ, bias_NP, near_R, tilt_2R, activation, options)
-            -> (E_NRP, sum_NR, ref_NR), where near_R are scores, usually near the
-            largest, and E has the factor tilt_0R + tilt_1R (g - near_R) if there is a
-            tilt.
+        first: (context_NRQ, table_NPQ, bias_NP, near_R, tilt_2R, activation, options,
+            peaks) -> (E_NRP, sum_NR, ref_NR, peak), where near_R are scores, usually
+            near the largest, and E has the factor tilt_0R + tilt_1R (g - near_R) if
+            there is a tilt. The peak is a `Peak` [N, R] if peaks are asked for (never
+            with a tilt) and else None.
         lse: (context_TKE, vocabulary, activation, options) -> normalizers [T, K].
         multiples: what rows, words and width of the first product are padded to.
         width: what the width of the third product is padded to.
@@ -105,7 +116,21 @@ def loss(
     _, *inputs, by_token = likelihood.vary(
         (), mixture, vocabulary, (targets, elsewhere)
     )
-    return _loss(route, activation, options, *inputs, *by_token)
+    return _loss(route, activation, options, False, *inputs, *by_token)[0]
+
+
+def loss_and_argmax(
+    route: Route,
+    mixture: Mixture,
+    vocabulary: Vocabulary,
+    targets: Targets,
+    activation: Activation,
+    options: Options,
+) -> tuple[jax.Array, jax.Array]:
+    """`loss`, and the most probable word of each token [T], of one component."""
+    _, *inputs, targets = likelihood.vary((), mixture, vocabulary, targets)
+    total, argmax_T = _loss(route, activation, options, True, *inputs, targets, None)
+    return total, argmax_T
 
 
 def chunks(route: Route, context_TKE: Any, table_VE: Any, options: Options) -> int:
@@ -117,14 +142,21 @@ def chunks(route: Route, context_TKE: Any, table_VE: Any, options: Options) -> i
     return chunk_count(tokens, components * row_bytes, options.loss_bytes(row_bytes))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _loss(route, activation, options, mixture, vocabulary, targets, elsewhere):
-    return likelihood.loss_from(
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _loss(route, activation, options, argmax, mixture, vocabulary, targets, elsewhere):
+    if argmax:
+        # Of what the gradient needs, the compiler leaves out all but E.
+        inputs = (mixture, vocabulary, targets, elsewhere)
+        return _loss_forward(route, activation, options, argmax, *inputs)[0]
+    total = likelihood.loss_from(
         route.lse, mixture, vocabulary, targets, activation, options, elsewhere
     )
+    return total, None
 
 
-def _loss_forward(route, activation, options, mixture, vocabulary, targets, elsewhere):
+def _loss_forward(
+    route, activation, options, argmax, mixture, vocabulary, targets, elsewhere
+):
     # A constant of a jitted function comes as NumPy's, which no tracer indexes.
     vocabulary = jax.tree.map(jnp.asarray, vocabulary)
     context_TKE, table_VE = mixture.context_TKE, vocabulary.table_VE
@@ -132,13 +164,14 @@ def _loss_forward(route, activation, options, mixture, vocabulary, targets, else
     whole = Vocabulary(table_VE.astype(padded.table_NPQ.dtype), vocabulary.bias_V)
 
     def chunk(sums, tokens):
-        return _chunk(route, activation, options, whole, padded, sums, *tokens)
+        how = (route, activation, options, argmax)
+        return _chunk(*how, whole, padded, sums, *tokens)
 
     sums = table_sums.zeros(route.width, context_TKE, padded.bias_NP, table_VE)
     tokens = (mixture, targets, elsewhere)
     count = chunks(route, context_TKE, table_VE, options)
     sums, by_token = likelihood.over_chunks(chunk, sums, tokens, count)
-    context_bar_TKE, weight_TK, terms, elsewhere_bar = by_token
+    context_bar_TKE, weight_TK, terms, elsewhere_bar, argmax_T = by_token
     total, targets_bar = likelihood.weighted_and_bars(targets, terms)
     bars = (
         Mixture(
@@ -148,11 +181,12 @@ def _loss_forward(route, activation, options, mixture, vocabulary, targets, else
         table_sums.gradient(sums, vocabulary),
         (targets_bar, elsewhere_bar),
     )
-    return total, bars
+    return (total, argmax_T), bars
 
 
-def _loss_backward(route, activation, options, saved, loss_bar):
-    del route, activation
+def _loss_backward(route, activation, options, argmax, saved, bars):
+    del route, activation, argmax
+    loss_bar, _ = bars
     _, *bars, by_token = likelihood.loss_backward(((), *saved), loss_bar, options)
     return *bars, *by_token
 
@@ -196,7 +230,7 @@ def lse_backward(
         cast_CKE = jnp.where(asked_CK[:, :, None], context_CKE, 0).astype(dtype)
         cast_NCKE = cast_CKE[None]
         near_CK = jnp.where(asked_CK, lse_CK, 0.0)
-        e_NRP, _, ref_NCK = _exponentials(
+        e_NRP, _, ref_NCK, _ = _exponentials(
             route, activation, options, padded, cast_NCKE, near_CK, tilt_2CK
         )
         factor_NCK = jnp.exp(ref_NCK - near_CK[None])
@@ -240,7 +274,7 @@ def _pad(route, context_TKE, vocabulary, options):
 
 
 def _chunk(
-    route, activation, options, whole, padded, sums, mixture, targets, elsewhere
+    route, activation, options, argmax, whole, padded, sums, mixture, targets, elsewhere
 ):
     """Add a chunk's part of the table's gradient; return the rest of its results."""
     log_prior_CK, context_CKE = mixture
@@ -252,8 +286,8 @@ def _chunk(
     )
     near_CK = likelihood.beside(score_CK, score_CK, elsewhere)[0]
     cast_NCKE = cast_CKE[None] if cast_CKE.ndim == 3 else jnp.moveaxis(cast_CKE, 1, 0)
-    e_NRP, total_NCK, ref_NCK = _exponentials(
-        route, activation, options, padded, cast_NCKE, near_CK
+    e_NRP, total_NCK, ref_NCK, peak = _exponentials(
+        route, activation, options, padded, cast_NCKE, near_CK, peaks=argmax
     )
     lse_CK = classes.joint_lse(list(ref_NCK + jnp.log(total_NCK)))
     lse_CK = shards.joint_lse(lse_CK, options)
@@ -294,7 +328,20 @@ def _chunk(
         score_bar_CK += score_weights_C[:, None]
     elsewhere_bar = _elsewhere_bar(elsewhere, lse_CK, score_bar_CK, pull_CK)
     terms = likelihood.terms(nll_C, score_CK, lse_CK)
-    return sums, (context_bar_CKE, weight_CK, terms, elsewhere_bar)
+    argmax_C = _argmax(peak, len(whole.table_VE), options) if argmax else None
+    return sums, (context_bar_CKE, weight_CK, terms, elsewhere_bar, argmax_C)
+
+
+def _argmax(peak, rows, options):
+    """The most probable words of one component, [C]; of equal ones the first."""
+    score_NC, place_NC = (array_NCK[:, :, 0] for array_NCK in peak)
+    count = len(score_NC)
+    word_NC = place_NC * count + jnp.arange(count, dtype=place_NC.dtype)[:, None]
+    word_NC += shards.first_row(rows, options)
+    top_C = shards.largest(jnp.max(score_NC, axis=0), options)
+    beyond = jnp.iinfo(word_NC.dtype).max
+    word_C = jnp.min(jnp.where(score_NC == top_C[None], word_NC, beyond), axis=0)
+    return -shards.largest(-word_C, options)
 
 
 def _elsewhere_bar(elsewhere, lse_CK, score_bar_CK, pull_CK):
@@ -325,9 +372,16 @@ def _second_product(e_NRP, padded, cast_NCKE, dtype):
 
 
 def _exponentials(
-    route, activation, options, padded, cast_NCKE, near_CK, tilt_2CK=None
+    route,
+    activation,
+    options,
+    padded,
+    cast_NCKE,
+    near_CK,
+    tilt_2CK=None,
+    peaks=False,
 ):
-    """E [N, rows, P], its sums and references [N, C, K]."""
+    """E [N, rows, P]; its sums and references [N, C, K], and peaks if asked for."""
     count, size, components, width = cast_NCKE.shape
     rows = size * components
     more = (0, round_up(rows, route.multiples[0]) - rows)
@@ -339,7 +393,8 @@ def _exponentials(
     if tilt_2CK is not None:
         tilt_2R = jnp.pad(tilt_2CK.reshape(2, rows), ((0, 0), more))
     inputs = (context_NRQ, padded.table_NPQ, padded.bias_NP, near_R, tilt_2R)
-    e_NRP, *by_row = route.first(*inputs, activation, options)
+    e_NRP, *by_row = route.first(*inputs, activation, options, peaks)
     shape = cast_NCKE.shape[:3]
-    total_NCK, ref_NCK = (array_NR[:, :rows].reshape(shape) for array_NR in by_row)
-    return e_NRP, total_NCK, ref_NCK
+    return e_NRP, *jax.tree.map(
+        lambda array_NR: array_NR[:, :rows].reshape(shape), by_row
+    )

@@ -34,6 +34,9 @@ class Implementation(NamedTuple):
         loss: (mixture, vocabulary, targets, activation, options, elsewhere) -> the
             weighted sum of the tokens' negative log-likelihoods. Padding has been
             cleared.
+        loss_and_argmax: as `loss`, of one component and without words elsewhere, -> the
+            loss and the most probable word of each token [T]; None where it would take
+            a pass of its own.
         choice: (context_TKE, table_VE, activation, options) -> what computes `loss` on
             arrays of these shapes, which an implementation may leave to another.
         entropies: as `lse`, of an activation without parameters -> the log-normalizers
@@ -44,6 +47,10 @@ class Implementation(NamedTuple):
     lse: Callable[[jax.Array, Vocabulary, Activation, Options], jax.Array]
     loss: Callable[
         [Mixture, Vocabulary, Targets, Activation, Options, Elsewhere | None], jax.Array
+    ]
+    loss_and_argmax: Callable[
+        [Mixture, Vocabulary, Targets, Activation, Options],
+        tuple[jax.Array, jax.Array] | None,
     ]
     choice: Callable[[Shaped, Shaped, Activation, Options], Choice]
     entropies: Callable[

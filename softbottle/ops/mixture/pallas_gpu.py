@@ -8,6 +8,11 @@ evaluation only a maximum and a sum of each tile leave, and for entropies the su
 exp(g(z) - ref) (g(z) - ref) as well. XLA adds up the tiles, in order, and computes the
 other two products, at which its library is near the machine's peak.
 
+Where the most probable words are asked for, the largest exponential of each tile leaves
+too, its 8 lowest bits replaced by its place among the tile's 256 words: one instruction
+per element finds both. Words whose probabilities differ by less than 2^-15 of
+themselves may thus change places.
+
 References are the labels' scores, as a rule near the largest. Rows whose sum shows that
 theirs is too low, by `FAR` nats, are done again with their normalizers, in place and
 for their tiles of rows alone. How many there are is known to the device only, and the
@@ -59,6 +64,8 @@ STAGES = 3
 OUT_WORDS = 64
 # exp(40) leaves as much room again, on either side, for what E is multiplied with.
 FAR = 40.0
+# The bits of a key that are a place among the words of a tile, the first the largest.
+_PLACE = BLOCK_WORDS - 1
 
 _INTERPRET = contextvars.ContextVar("interpret", default=None)
 
@@ -75,6 +82,13 @@ def _loss(mixture, vocabulary, targets, activation, options, elsewhere=None):
     if _refused(mixture.context_TKE, vocabulary.table_VE, activation, options):
         return blocked.IMPLEMENTATION.loss(*inputs)
     return exponential.loss(ROUTE, *inputs)
+
+
+def _loss_and_argmax(mixture, vocabulary, targets, activation, options):
+    inputs = (mixture, vocabulary, targets, activation, options)
+    if _refused(mixture.context_TKE, vocabulary.table_VE, activation, options):
+        return blocked.IMPLEMENTATION.loss_and_argmax(*inputs)
+    return exponential.loss_and_argmax(ROUTE, *inputs)
 
 
 def _choice(context_TKE, table_VE, activation, options):
@@ -95,38 +109,55 @@ def interpreted() -> Iterator[None]:
 
 
 def _first_product(
-    context_NRQ, table_NPQ, bias_NP, near_R, tilt_2R, activation, options
+    context_NRQ, table_NPQ, bias_NP, near_R, tilt_2R, activation, options, peaks
 ):
-    """E, row sums and references; sizes are multiples of the tiles'.
+    """E, row sums, references and peaks; sizes are multiples of the tiles'.
 
     Rows and words of all classes are one below the other; tiles of E are those where a
     class's rows meet its words.
     """
     count, rows, width = context_NRQ.shape
-    call = functools.partial(_call, activation, options)
+    call = functools.partial(_call, activation, options, classes=count)
     tables = (
         context_NRQ.reshape(count * rows, width),
         table_NPQ.reshape(-1, width),
         bias_NP.reshape(-1),
     )
+
+    def by_class(array_R):
+        return array_R.reshape(count, rows, *array_R.shape[1:])
+
     near_R = jnp.tile(near_R, count)
     if tilt_2R is not None:
         # References are normalizers, which no score is above.
         tilt_2R = jnp.tile(tilt_2R, (1, count))
-        e_RP, sum_JR = call(_Inputs(*tables, near_R, tilt_2R), count)
+        e_RP, sum_JR = call(_Inputs(*tables, near_R, tilt_2R))
         each = (e_RP, jnp.sum(sum_JR, axis=0), near_R)
-        return tuple(array.reshape(count, rows, *array.shape[1:]) for array in each)
-    e_RP, sum_JR = call(_Inputs(*tables, near_R), count)
+        return *map(by_class, each), None
+    e_RP, sum_JR, *key_JR = call(_Inputs(*tables, near_R), peaks=peaks)
     total_R = jnp.sum(sum_JR, axis=0)
     far_R, which = _far_tiles(total_R)
     # What these give for other rows was never written.
-    lse_R = _combined(*call(_Inputs(*tables, which=which), count))
+    lse_R = _combined(*call(_Inputs(*tables, which=which)))
     ref_R = jnp.where(far_R, lse_R, near_R)
     redone = _Inputs(*tables, ref_R, which=which, e_RP=e_RP)
-    e_RP, sum_JR = call(redone, count)
+    e_RP, sum_JR, *new_JR = call(redone, peaks=peaks)
     total_R = jnp.where(far_R, jnp.sum(sum_JR, axis=0), total_R)
     each = (e_RP, total_R, ref_R)
-    return tuple(array.reshape(count, rows, *array.shape[1:]) for array in each)
+    if not peaks:
+        return *map(by_class, each), None
+    key_JR = jnp.where(far_R[None], new_JR[0], key_JR[0])
+    return *map(by_class, each), jax.tree.map(by_class, _peak(key_JR, ref_R))
+
+
+def _peak(key_JR, ref_R):
+    """The largest scores and their places, from the tiles' keys."""
+    value_JR = key_JR & ~_PLACE
+    tile_R = jnp.argmax(value_JR, axis=0)
+    key_R = jnp.take_along_axis(key_JR, tile_R[None], axis=0)[0]
+    ahead_R = jnp.log(lax.bitcast_convert_type(key_R & ~_PLACE, jnp.float32))
+    place_R = tile_R * BLOCK_WORDS + _PLACE - (key_R & _PLACE)
+    return exponential.Peak(ref_R + ahead_R, place_R.astype(jnp.int32))
 
 
 def _far_tiles(total_R):
@@ -272,8 +303,8 @@ class _Inputs(NamedTuple):
 class _Refs(NamedTuple):
     """What the kernel reads and writes in global memory.
 
-    `first_out` is E [R, P] or, for evaluation, [J, R] maxima of tiles; `moment_JR` is
-    None unless moments are asked for.
+    `first_out` is E [R, P] or, for evaluation, [J, R] maxima of tiles; `moment_JR` and
+    `key_JR` are None unless moments or peaks are asked for.
     """
 
     context_RQ: Any
@@ -285,6 +316,7 @@ class _Refs(NamedTuple):
     first_out: Any
     sum_JR: Any
     moment_JR: Any
+    key_JR: Any
 
 
 class _Scratch(NamedTuple):
@@ -295,13 +327,14 @@ class _Scratch(NamedTuple):
     arrived: Any
     out: Any = None
     tilt: Any = None
+    key: Any = None
 
 
-def _call(activation, options, inputs, classes=1, moments=False):
+def _call(activation, options, inputs, classes=1, moments=False, peaks=False):
     """Run the kernel: E or maxima, and sums; under `vmap`, once for each element.
 
     Rows and words are those of so many classes, one below the other. With `moments`
-    those of the tiles follow.
+    those of the tiles follow, and with `peaks` their keys.
     """
     inputs = inputs._replace(
         bias_P=_base2(inputs.bias_P),
@@ -314,7 +347,7 @@ def _call(activation, options, inputs, classes=1, moments=False):
     # A device that is described by hand may not say how many: as many as an H200.
     processors = options.device.multiprocessors or 132
     run = functools.partial(
-        _kernel_call, activation, classes, moments, processors, _INTERPRET.get()
+        _kernel_call, activation, classes, moments, peaks, processors, _INTERPRET.get()
     )
     return jax.custom_batching.sequential_vmap(run)(inputs)
 
@@ -323,7 +356,7 @@ def _base2(vector):
     return vector.astype(jnp.float32) * LOG2_E
 
 
-def _kernel_call(activation, classes, moments, processors, interpret, inputs):
+def _kernel_call(activation, classes, moments, peaks, processors, interpret, inputs):
     rows, words = len(inputs.context_RQ), len(inputs.table_PQ) // classes
     tiles = words // BLOCK_WORDS
     axes = jax.typeof(inputs.context_RQ).manual_axis_type
@@ -332,6 +365,7 @@ def _kernel_call(activation, classes, moments, processors, interpret, inputs):
         return jax.ShapeDtypeStruct(sizes, dtype, manual_axis_type=axes)
 
     stats = shape((tiles, rows), jnp.float32)
+    keys = shape((tiles, rows), jnp.int32)
     outputs = [stats if inputs.ref_R is None else shape((rows, words), jnp.bfloat16)]
     if inputs.e_RP is not None:
         # A reference is written in place, as an output that it already has.
@@ -341,14 +375,16 @@ def _kernel_call(activation, classes, moments, processors, interpret, inputs):
     def body(*refs):
         named = jax.tree.unflatten(structure, refs[: len(given)])
         written = list(refs[len(given) :])
+        key_JR = written.pop() if peaks else None
         moment_JR = written.pop() if moments else None
         first_out, sum_JR = (named.e_RP, *written)[-2:]
-        _kernel(activation, classes, _Refs(*named[:-1], first_out, sum_JR, moment_JR))
+        tiles = (first_out, sum_JR, moment_JR, key_JR)
+        _kernel(activation, classes, _Refs(*named[:-1], *tiles))
 
     jobs = tiles * (rows // BLOCK_ROWS)
     results = plgpu.kernel(
         body,
-        out_type=[*outputs, stats, *[stats] * moments],
+        out_type=[*outputs, stats, *[stats] * moments, *[keys] * peaks],
         grid=(min(jobs, 2 if interpret else processors),),
         grid_names=("blocks",),
         num_threads=3,
@@ -363,7 +399,7 @@ def _kernel_call(activation, classes, moments, processors, interpret, inputs):
     )(*given)
     if inputs.e_RP is None:
         return results
-    return jax.freeze(inputs.e_RP), results[0]
+    return jax.freeze(inputs.e_RP), *results
 
 
 def _kernel(activation, classes, refs):
@@ -445,6 +481,8 @@ def _scratch(refs):
     }
     if tilts:
         scratch["tilt"] = plgpu.SMEM((2, 2, WARPGROUP_ROWS), jnp.float32)
+    if refs.key_JR is not None:
+        scratch["key"] = plgpu.SMEM((2, WARPGROUP_ROWS), jnp.int32)
     if store:
         dtype = refs.context_RQ.dtype
         scratch["out"] = plgpu.SMEM(
@@ -513,7 +551,7 @@ def _leave(gain, sum_ref, scratch, refs, word_tile, rows):
             )
             for part in range(2)
         )
-    total_R = moment_R = None
+    total_R = moment_R = key_R = None
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     for part in parts_of_tile:
         g_RW, gain_RW = gain(logits(part))
@@ -522,6 +560,9 @@ def _leave(gain, sum_ref, scratch, refs, word_tile, rows):
         total_R = _plus(total_R, jnp.sum(exp_RW, axis=1))
         if refs.moment_JR is not None:
             moment_R = _plus(moment_R, jnp.sum(exp_RW * ahead_RW, axis=1))
+        if refs.key_JR is not None:
+            part_R = jnp.max(_keys(exp_RW, part), axis=1)
+            key_R = part_R if key_R is None else jnp.maximum(key_R, part_R)
         if store:
             e_RW = exp_RW if gain_RW is None else exp_RW * gain_RW
             if refs.tilt_2R is not None:
@@ -537,6 +578,8 @@ def _leave(gain, sum_ref, scratch, refs, word_tile, rows):
         scratch.stats[0] = ref_R
     if refs.moment_JR is not None:
         scratch.stats[2] = moment_R
+    if refs.key_JR is not None:
+        scratch.key[...] = key_R
     plgpu.commit_smem()
     if not store:
         plgpu.copy_smem_to_gmem(scratch.stats.at[0], refs.first_out.at[word_tile, rows])
@@ -544,6 +587,15 @@ def _leave(gain, sum_ref, scratch, refs, word_tile, rows):
     if refs.moment_JR is not None:
         out = refs.moment_JR.at[word_tile, rows]
         plgpu.copy_smem_to_gmem(scratch.stats.at[2], out)
+    if refs.key_JR is not None:
+        plgpu.copy_smem_to_gmem(scratch.key, refs.key_JR.at[word_tile, rows])
+
+
+def _keys(exp_RW, part):
+    """Exponentials as integers, which are in the same order, with their places."""
+    place_RW = lax.broadcasted_iota(jnp.int32, exp_RW.shape, 1)
+    place_RW = _PLACE - part * OUT_WORDS - place_RW
+    return (lax.bitcast_convert_type(exp_RW, jnp.int32) & ~_PLACE) | place_RW
 
 
 def _plus(total, part):
@@ -559,4 +611,4 @@ def _logits(sum_RW, bias_smem, part):
     return sum_RW[:, here] * LOG2_E + lax.broadcast_in_dim(bias_W, shape, [1])
 
 
-IMPLEMENTATION = Implementation(_lse, _loss, _choice, _entropies)
+IMPLEMENTATION = Implementation(_lse, _loss, _loss_and_argmax, _choice, _entropies)

@@ -234,6 +234,7 @@ def _add_block(score, live, bias_1W, g_CW, top_CL, total_CL):
 IMPLEMENTATION = Implementation(
     _lse,
     functools.partial(likelihood.loss_from, _lse),
+    lambda *_: None,
     _choice,
     blocked.IMPLEMENTATION.entropies,
 )

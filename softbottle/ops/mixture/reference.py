@@ -42,5 +42,9 @@ def _choice(context_TKE, table_VE, activation, options):
 
 
 IMPLEMENTATION = Implementation(
-    _lse, functools.partial(likelihood.loss_from, _lse), _choice, _entropies
+    _lse,
+    functools.partial(likelihood.loss_from, _lse),
+    lambda *_: None,
+    _choice,
+    _entropies,
 )

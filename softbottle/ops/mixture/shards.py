@@ -110,6 +110,13 @@ def total(array: jax.Array, options: Options) -> jax.Array:
     return jax.lax.psum(array, options.vocab_axis)
 
 
+def largest(array: jax.Array, options: Options) -> jax.Array:
+    """The largest of the shards'."""
+    if options.vocab_axis is None:
+        return array
+    return jax.lax.pmax(array, options.vocab_axis)
+
+
 def varying_together(*trees: Any) -> tuple[Any, ...]:
     """The trees with every leaf varying over the union of their manual mesh axes.
 

@@ -119,6 +119,42 @@ def test_rows_far_above_their_labels_are_done_again(budget):
     check(run(ours, SOFTMAX, budget_bytes=budget), loss_and_gradient(exact))
 
 
+def with_argmax(problem, activation, options):
+    """The loss, its gradient, and the most probable words."""
+
+    def loss(*inputs):
+        tokens = (problem.labels_T, problem.weights_T)
+        return api.loss_and_argmax(*paired(*inputs, *tokens), activation, options)
+
+    function = jax.value_and_grad(loss, argnums=(0, 1, 2, 3), has_aux=True)
+    with pallas_gpu.interpreted():
+        (loss, argmax_T), bars = jax.jit(function)(*problem[:4])
+    return (loss, bars), argmax_T
+
+
+@pytest.mark.parametrize("name", ["softmax", "softcap"])
+def test_the_same_pass_finds_the_most_probable_words(name):
+    """Some far above their labels, some in the last, partial tile."""
+    activation, formula = ACTIVATIONS[name]
+    sizes = {"tokens": 140, "components": 1, "width": 20, "vocab": 700}
+    problem = make_problem(**sizes)
+    problem.table_VE[[7, 650]] *= 30
+    exact, ours = rounded(problem)
+    score_TV = (exact.context_TKE @ exact.table_VE.T + exact.bias_V)[:, 0]
+    own_T = np.take_along_axis(score_TV, exact.labels_T[:, None], axis=1)[:, 0]
+    assert np.any(score_TV.max(axis=1) - own_T > pallas_gpu.FAR)
+    options = Options(implementation="pallas_gpu", budget_bytes=2**17)
+    result, argmax_T = with_argmax(ours, activation, options)
+    check(result, loss_and_gradient(exact, **formula))
+    if name == "softcap":
+        score_TV = 4 * np.tanh(score_TV / 4)
+    found_T = np.take_along_axis(score_TV, np.asarray(argmax_T)[:, None], axis=1)[:, 0]
+    # Those that differ by less may change places.
+    assert np.max(score_TV.max(axis=1) - found_T) < 2**-15 + 1e-5
+    assert np.mean(score_TV.argmax(axis=1) == argmax_T) > 0.9
+    assert len(np.unique(argmax_T)) > 9
+
+
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_normalisers_and_their_gradient(name):
     activation, *_ = ACTIVATIONS[name]
