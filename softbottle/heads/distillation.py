@@ -99,6 +99,9 @@ def distill(
         sources.append(_source(teacher, weights_T, options))
         by_token = ()
         divergence = functools.partial(_from_all, temperature, reverse, options)
+        if sources[0].scores is not None and not reverse:
+            sources[0] = sources[0]._replace(log_probs=sources[0].scores)
+            divergence = functools.partial(_from_scores, temperature, options)
     if not teacher_learns:
         by_token, given = jax.lax.stop_gradient(
             (by_token, [source[:2] for source in sources[1:]])
@@ -128,6 +131,14 @@ def _from_all(temperature, reverse, options, log_q_CV, log_p_CV, _):
     if reverse:
         log_p_CV, log_q_CV = log_q_CV, log_p_CV
     return reductions.divergence(log_p_CV, log_q_CV, options)
+
+
+def _from_scores(temperature, options, score_CV, log_p_CV, _):
+    """The divergence of one softmax, whose scores are given, from P, [C]."""
+    words = min(log_p_CV.shape[1], score_CV.shape[1])
+    log_p_CV = reductions.tempered(log_p_CV[:, :words], temperature, options)
+    score_CV = score_CV[:, :words] / temperature
+    return reductions.divergence_of_scores(log_p_CV, score_CV, options)
 
 
 def _from_some(temperature, options, log_q_CV, by_token):

@@ -102,18 +102,22 @@ class Pieces(NamedTuple):
             reductions.words_of(context_TKE, self.rare, options),
         )
 
-        def log_probs(shared, tokens):
+        def scores(shared, tokens):
             frequent, rare = shared
             gates, mixture = tokens
             own_CS = gated.logits(gates, frequent, options)
             z_CKV = reductions.scores(mixture.context_TKE, rare)
             rare_CV = reductions.live(z_CKV[:, 0], options)
-            score_CV = self._joined(own_CS, rare_CV)
+            return self._joined(own_CS, rare_CV)
+
+        def log_probs(shared, tokens):
+            score_CV = scores(shared, tokens)
             return score_CV - reductions.joint_lse(score_CV, options)[:, None]
 
         row_bytes = (len(self.rare.table_VE) + self.size) * wide.itemsize
         tokens = (self.tokens, self.mixture)
-        return reductions.Source(tokens, shared, log_probs, 4 * row_bytes, row_bytes)
+        sizes = (4 * row_bytes, row_bytes)
+        return reductions.Source(tokens, shared, log_probs, *sizes, scores)
 
     def loss(self, targets: Targets) -> jax.Array:
         """See `Predictions`; the frequent words' gradient is not taken in forward."""

@@ -8,6 +8,7 @@ import dataclasses
 import math
 from typing import ClassVar
 
+import jax
 import jax.numpy as jnp
 
 from softbottle.heads import base, checks, contexts
@@ -69,9 +70,9 @@ def _capped(theta, z):
 def _capped_base2(theta, z2):
     """With s = 1 / (1 + exp(2 z / cap)), tanh = 1 - 2 s and g' = 4 s (1 - s)."""
     (cap,) = theta
-    # A power of two costs one instruction, a division many. Beyond float32's range it
-    # is 0 or infinite, and s still 1 or 0.
-    share = jnp.exp2(-jnp.log2(1 + jnp.exp2(z2 * (2 / cap))))
+    # A root's inverse costs one instruction, a division many. Beyond float32's range
+    # the power of two is 0 or infinite, and s still 1 or 0.
+    share = jnp.square(jax.lax.rsqrt(1 + jnp.exp2(z2 * (2 / cap))))
     size = cap * LOG2_E
     g2 = size - (2 * size) * share
     return jnp.where(z2 < DEAD / 2, z2, g2), 4 * share * (1 - share)

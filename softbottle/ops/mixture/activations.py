@@ -171,8 +171,6 @@ def _softplus_and_sigmoid(z2):
 
 
 SOFTMAX = Activation(identity, base2=identity_base2)
-# Those that are a number times the logit.
-LINEAR = (identity, scaled)
 SIGSOFTMAX = Activation(add_log_sigmoid, base2=add_log_sigmoid_base2)
 
 

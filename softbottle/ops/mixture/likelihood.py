@@ -11,6 +11,7 @@ from softbottle.ops.mixture import classes, rows, shards
 from softbottle.ops.mixture.activations import Activation
 from softbottle.ops.mixture.arrays import Elsewhere, Mixture, Targets, Vocabulary
 from softbottle.ops.mixture.options import Options, product_dtype, sum_dtype
+from softbottle.ops.mixture.products import round_up
 
 
 def logits(
@@ -246,15 +247,17 @@ def over_chunks(
     carry: Any,
     tokens: Any,
     chunks: int,
+    multiple: int = 1,
 ) -> tuple[Any, Any]:
     """Scan `function(carry, tokens) -> (carry, by_token)` over equal chunks of tokens.
 
-    The last chunk is filled with zeros, of which nothing is returned.
+    The last chunk is filled with zeros, of which nothing is returned. If there are
+    several, their size is a multiple of the given number.
     """
     if chunks == 1:
         return function(carry, tokens)
     count = jax.tree.leaves(tokens)[0].shape[0]
-    size = -(-count // chunks)
+    size = round_up(-(-count // chunks), multiple)
 
     def split(array):
         pad = [(0, chunks * size - count)] + [(0, 0)] * (array.ndim - 1)

@@ -67,6 +67,9 @@ FAR = 40.0
 # The bits of a key that are a place among the words of a tile, the first the largest.
 _PLACE = BLOCK_WORDS - 1
 
+# Activations that spilled registers with the hardware's approximate functions.
+_SPILLING = (activations.add_log_sigmoid, activations.generalized)
+
 _INTERPRET = contextvars.ContextVar("interpret", default=None)
 
 
@@ -391,9 +394,8 @@ def _kernel_call(activation, classes, moments, peaks, processors, interpret, inp
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
-            # Powers of two without a care for denormal results. GSS, which takes more
-            # of them, spilled registers with it.
-            approx_math=activation.apply in activations.LINEAR,
+            # Powers of two and roots without a care for denormal results.
+            approx_math=activation.apply not in _SPILLING,
         ),
         **({"interpret": interpret} if interpret else {}),
     )(*given)

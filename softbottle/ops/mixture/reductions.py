@@ -26,15 +26,10 @@ import jax.numpy as jnp
 from softbottle.ops.mixture import classes, likelihood, shards
 from softbottle.ops.mixture.activations import DEAD, Activation
 from softbottle.ops.mixture.arrays import Mixture, Vocabulary
-from softbottle.ops.mixture.options import (
-    Options,
-    chunk_count,
-    product_dtype,
-    sum_dtype,
-)
-from softbottle.ops.mixture.products import round_up
+from softbottle.ops.mixture.options import Options, product_dtype, sum_dtype
+from softbottle.ops.mixture.products import product, round_up
 
-# What GPUs' matrix units like the number of words to be a multiple of.
+# What GPUs' matrix units like the numbers of tokens and words to be multiples of.
 MULTIPLE = 128
 
 
@@ -47,6 +42,8 @@ class Source(NamedTuple):
         log_probs: (shared, tokens) -> log P of the local words, [C, V].
         token_bytes: what is held per token.
         row_bytes: of one row of logits.
+        scores: as `log_probs` but for a number per token, which is left out: scores of
+            one softmax before they are normalized. None if there are none.
     """
 
     tokens: Any
@@ -54,6 +51,7 @@ class Source(NamedTuple):
     log_probs: Callable[[Any, Any], jax.Array]
     token_bytes: int
     row_bytes: int
+    scores: Callable[[Any, Any], jax.Array] | None = None
 
 
 def over_words(
@@ -74,14 +72,14 @@ def over_words(
     tokens, shared, chunks = _parts(sources, options)
 
     # In a loop nothing can be merged with what is computed again.
-    @functools.partial(jax.checkpoint, prevent_cse=chunks == 1)
+    @functools.partial(jax.checkpoint, prevent_cse=chunks[0] == 1)
     def one_chunk(shared, tokens, by_token):
         return function(*_log_probs(sources, shared, tokens), by_token)
 
     def chunk(_, inputs):
         return (), one_chunk(shared, *inputs)
 
-    return likelihood.over_chunks(chunk, (), (tokens, by_token), chunks)[1]
+    return likelihood.over_chunks(chunk, (), (tokens, by_token), *chunks)[1]
 
 
 def sum_over_words(
@@ -116,7 +114,7 @@ def sum_over_words(
             return (), value(*pairs, by_token)
 
         inputs = ((learned[1], fixed[1]), by_token)
-        value_T = likelihood.over_chunks(chunk, (), inputs, chunks)[1]
+        value_T = likelihood.over_chunks(chunk, (), inputs, *chunks)[1]
         return jnp.sum(weights_T.astype(value_T.dtype) * value_T)
 
     def forward(learned, fixed, by_token, weights_T):
@@ -134,7 +132,7 @@ def sum_over_words(
         sums = jax.tree.map(_zeros, learned[0])
         inputs = ((learned[1], fixed[1]), by_token, weights_T)
         sums, (tokens_bar, value_T) = likelihood.over_chunks(
-            chunk, sums, inputs, chunks
+            chunk, sums, inputs, *chunks
         )
         total = jnp.sum(weights_T.astype(value_T.dtype) * value_T)
         return total, ((sums, tokens_bar), value_T)
@@ -156,13 +154,30 @@ def sum_over_words(
 
 
 def _parts(sources, options):
-    """What tokens have, what they share, and the number of chunks."""
+    """What tokens have, what they share, and how they are cut into chunks."""
     tokens = [source.tokens for source in sources]
     shared = [source.shared for source in sources]
     count = len(jax.tree.leaves(tokens)[0])
     token_bytes = sum(source.token_bytes for source in sources)
     budget = options.loss_bytes(max(source.row_bytes for source in sources))
-    return tokens, shared, chunk_count(count, token_bytes, budget)
+    most = max(1, min(count, budget // max(1, token_bytes)))
+    multiple = MULTIPLE if options.on_gpu and most >= MULTIPLE else 1
+    return tokens, shared, chunking(count, most, multiple)
+
+
+def chunking(count: int, most: int, multiple: int) -> tuple[int, int]:
+    """How many chunks of at most so many tokens, and what divides their size.
+
+    A few chunks more than there need be may fill the last one better.
+    """
+    if count <= most:
+        return 1, 1
+    fewest = -(-count // (most - most % multiple))
+
+    def padded(chunks):
+        return chunks * round_up(-(-count // chunks), multiple)
+
+    return min(range(fewest, 2 * fewest), key=padded), multiple
 
 
 def _zeros(array):
@@ -185,10 +200,13 @@ def of_mixture(
     wide = sum_dtype(mixture.context_TKE, table_VE)
     theta = jax.tree.map(jnp.asarray, activation.theta)
 
-    def log_probs(shared, mixture):
+    def all_scores(shared, mixture):
         theta, words = shared
         score_CKV = scores(mixture.context_TKE, words)
-        score_CKV = live(activation.apply(theta, score_CKV), options)
+        return live(activation.apply(theta, score_CKV), options)
+
+    def log_probs(shared, mixture):
+        score_CKV = all_scores(shared, mixture)
         lse_CK = joint_lse(score_CKV, options)
         # The large ones first: their difference is exact.
         log_p_CKV = score_CKV - lse_CK[:, :, None]
@@ -201,7 +219,13 @@ def of_mixture(
     row_bytes = len(table_VE) * wide.itemsize
     rows = 2 if components == 1 else 2 * components + 2
     shared = (theta, words_of(mixture.context_TKE, vocabulary, options))
-    return Source(mixture, shared, log_probs, rows * row_bytes, row_bytes)
+    only = None
+    if components == 1:
+
+        def only(shared, mixture):
+            return all_scores(shared, mixture)[:, 0]
+
+    return Source(mixture, shared, log_probs, rows * row_bytes, row_bytes, only)
 
 
 def of_dense(log_p_TV: jax.Array) -> Source:
@@ -250,11 +274,20 @@ def scores(context: jax.Array, words: Words) -> jax.Array:
 @jax.custom_vjp
 def _scores(context_CNKE, words):
     table_NPE, cast_NPE, bias_V = words
-    dtypes = (cast_NPE.dtype, table_NPE.dtype)
-    z_CKPN = _einsum("cnke,npe->ckpn", *dtypes, context_CNKE, cast_NPE)
-    tokens, components, words, count = z_CKPN.shape
-    z_CKV = z_CKPN.reshape(tokens, components, words * count)[:, :, : len(bias_V)]
+    tokens, count, components, _ = context_CNKE.shape
+    context_NRE = _rows(context_CNKE, cast_NPE.dtype)
+    z_NRP = product(context_NRE, cast_NPE, (2, 2), table_NPE.dtype)
+    size = cast_NPE.shape[1]
+    z_CKPN = jnp.moveaxis(z_NRP.reshape(count, tokens, components, size), 0, 3)
+    z_CKV = z_CKPN.reshape(tokens, components, size * count)[:, :, : len(bias_V)]
     return z_CKV + bias_V[None, None]
+
+
+def _rows(array_CNKE, dtype):
+    """Rows for the products of each class."""
+    tokens, count, components, width = array_CNKE.shape
+    array_NCKE = jnp.moveaxis(array_CNKE, 1, 0).astype(dtype)
+    return array_NCKE.reshape(count, tokens * components, width)
 
 
 def _scores_forward(context_CNKE, words):
@@ -263,32 +296,27 @@ def _scores_forward(context_CNKE, words):
 
 def _scores_backward(saved, bar_CKV):
     context_CNKE, cast_NPE = saved
-    dtypes, rows = (cast_NPE.dtype, bar_CKV.dtype), bar_CKV.shape[2]
-    count, words, _ = cast_NPE.shape
+    wide, dtype, rows = bar_CKV.dtype, cast_NPE.dtype, bar_CKV.shape[2]
+    count, words, width = cast_NPE.shape
+    tokens, _, components, _ = context_CNKE.shape
     beyond = ((0, 0), (0, 0), (0, count * words - rows))
     # Written once, rounded and padded: else every product would do it again.
-    bar_CKV = jnp.pad(bar_CKV.astype(cast_NPE.dtype), beyond)
+    bar_CKV = jnp.pad(bar_CKV.astype(dtype), beyond)
     bar_CKV = jax.lax.optimization_barrier(bar_CKV)
-    bar_CKPN = bar_CKV.reshape(*bar_CKV.shape[:2], words, count)
-    context_bar_CNKE = _einsum("ckpn,npe->cnke", *dtypes, bar_CKPN, cast_NPE)
+    bar_RPN = bar_CKV.reshape(tokens * components, words, count)
+    bar_NRP = jnp.moveaxis(bar_RPN, 2, 0)
+    context_bar_NRE = product(bar_NRP, cast_NPE, (2, 1), wide)
+    context_bar_NCKE = context_bar_NRE.reshape(count, tokens, components, width)
     words_bar = Words(
-        _einsum("ckpn,cnke->npe", *dtypes, bar_CKPN, context_CNKE),
+        product(bar_NRP, _rows(context_CNKE, dtype), (1, 1), wide),
         None,
-        jnp.sum(bar_CKV, axis=(0, 1), dtype=dtypes[1])[:rows],
+        jnp.sum(bar_CKV, axis=(0, 1), dtype=wide)[:rows],
     )
+    context_bar_CNKE = jnp.moveaxis(context_bar_NCKE, 0, 1)
     return context_bar_CNKE.astype(context_CNKE.dtype), words_bar
 
 
 _scores.defvjp(_scores_forward, _scores_backward)
-
-
-def _einsum(formula, dtype, wide, left, right):
-    return jnp.einsum(
-        formula,
-        left.astype(dtype),
-        right.astype(dtype),
-        preferred_element_type=wide,
-    )
 
 
 def live(score: jax.Array, options: Options) -> jax.Array:
@@ -357,3 +385,33 @@ def entropy(log_p_CV: jax.Array, options: Options) -> jax.Array:
 def divergence(log_p_CV: jax.Array, log_q_CV: jax.Array, options: Options) -> jax.Array:
     """KL(P || Q), [C]."""
     return total(jnp.exp(log_p_CV) * (log_p_CV - log_q_CV), options)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def divergence_of_scores(
+    log_p_CV: jax.Array, score_CV: jax.Array, options: Options
+) -> jax.Array:
+    """KL(P || softmax of the scores), [C].
+
+    P is normalized, so that d score = Q - P. jax, which cannot know that, would sum P
+    up again before it knows the gradient of any score.
+    """
+    return _divergence_forward(log_p_CV, score_CV, options)[0]
+
+
+def _divergence_forward(log_p_CV, score_CV, options):
+    lse_C = joint_lse(score_CV, options)
+    divergence_C = divergence(log_p_CV, score_CV - lse_C[:, None], options)
+    return divergence_C, (log_p_CV, score_CV, lse_C)
+
+
+def _divergence_backward(options, saved, bar_C):
+    log_p_CV, score_CV, lse_C = saved
+    bar_C1 = shards.shared_cotangent(bar_C, options)[:, None]
+    log_q_CV = score_CV - lse_C[:, None]
+    p_CV = jnp.exp(log_p_CV)
+    log_p_bar_CV = bar_C1 * p_CV * (log_p_CV - log_q_CV + 1)
+    return log_p_bar_CV, bar_C1 * (jnp.exp(log_q_CV) - p_CV)
+
+
+divergence_of_scores.defvjp(_divergence_forward, _divergence_backward)

@@ -283,12 +283,16 @@ def test_every_row_is_right_when_blocks_do_several_tiles(hopper, width):
     z_RV = np.asarray(context_RE, np.float64) @ np.asarray(table_VE, np.float64).T
     lse_R = np.log(np.sum(np.exp(z_RV), axis=1))
     bias_V, near_R = jnp.zeros(20_224), jnp.full(1024, 5.0)
-    first = jax.jit(pallas_gpu.ROUTE.first, static_argnums=(5, 6))
+    first = jax.jit(pallas_gpu.ROUTE.first, static_argnums=(5, 6, 7))
     options = Options().resolve()
     tables = (context_RE[None], table_VE[None], bias_V[None])
     inputs = (*tables, near_R, None, SOFTMAX, options)
-    for _ in range(3):
-        e_1RV, total_1R, ref_1R = first(*inputs)
+    for peaks in (False, True, False):
+        e_1RV, total_1R, ref_1R, peak = first(*inputs, peaks)
+        if peaks:
+            found_R = np.take_along_axis(z_RV, np.asarray(peak.place).T, axis=1)[:, 0]
+            np.testing.assert_allclose(found_R, z_RV.max(axis=1), atol=1e-4)
+            np.testing.assert_allclose(peak.score[0], z_RV.max(axis=1), atol=1e-4)
         np.testing.assert_array_equal(ref_1R[0], near_R)
         np.testing.assert_allclose(5.0 + np.log(total_1R[0]), lse_R, atol=1e-4)
         ours_R1 = pallas_gpu.IMPLEMENTATION.lse(
