@@ -303,7 +303,8 @@ def test_every_row_is_right_when_blocks_do_several_tiles(hopper, width):
     assert np.max(np.abs(np.asarray(e_1RV[0], np.float64) / exact_RV - 1)) < 5e-3
     # References far below the largest score: rows of some tiles are done again.
     far_R = near_R.at[200:204].set(-200.0)
-    e_1RV, total_1R, ref_1R = first(*tables, far_R, *inputs[4:])
+    e_1RV, total_1R, ref_1R, peak = first(*tables, far_R, *inputs[4:], True)
+    np.testing.assert_allclose(peak.score[0], z_RV.max(axis=1), atol=1e-4)
     np.testing.assert_allclose(ref_1R[0] + np.log(total_1R[0]), lse_R, atol=1e-4)
     again_R = np.asarray(ref_1R[0]) != np.asarray(near_R)
     np.testing.assert_array_equal(np.flatnonzero(again_R), np.arange(128, 256))
