@@ -99,7 +99,8 @@ def distill(
         sources.append(_source(teacher, weights_T, options))
         by_token = ()
         divergence = functools.partial(_from_all, temperature, reverse, options)
-        if sources[0].scores is not None and not reverse:
+        alone = options.vocab_axis is None and not reverse
+        if sources[0].scores is not None and alone:
             sources[0] = sources[0]._replace(log_probs=sources[0].scores)
             divergence = functools.partial(_from_scores, temperature, options)
     if not teacher_learns:
@@ -133,12 +134,16 @@ def _from_all(temperature, reverse, options, log_q_CV, log_p_CV, _):
     return reductions.divergence(log_p_CV, log_q_CV, options)
 
 
-def _from_scores(temperature, options, score_CV, log_p_CV, _):
+def _from_scores(temperature, options, scores, log_p_CV, _):
     """The divergence of one softmax, whose scores are given, from P, [C]."""
+    score_CV, lse_C = scores
     words = min(log_p_CV.shape[1], score_CV.shape[1])
     log_p_CV = reductions.tempered(log_p_CV[:, :words], temperature, options)
-    score_CV = score_CV[:, :words] / temperature
-    return reductions.divergence_of_scores(log_p_CV, score_CV, options)
+    score_CV = score_CV[:, :words]
+    if temperature != 1:
+        score_CV = score_CV / temperature
+        lse_C = reductions.joint_lse(score_CV, options)
+    return reductions.divergence_of_scores(log_p_CV, score_CV, lse_C)
 
 
 def _from_some(temperature, options, log_q_CV, by_token):

@@ -108,11 +108,12 @@ class Pieces(NamedTuple):
             own_CS = gated.logits(gates, frequent, options)
             z_CKV = reductions.scores(mixture.context_TKE, rare)
             rare_CV = reductions.live(z_CKV[:, 0], options)
-            return self._joined(own_CS, rare_CV)
+            score_CV = self._joined(own_CS, rare_CV)
+            return score_CV, reductions.joint_lse(score_CV, options)
 
         def log_probs(shared, tokens):
-            score_CV = scores(shared, tokens)
-            return score_CV - reductions.joint_lse(score_CV, options)[:, None]
+            score_CV, lse_C = scores(shared, tokens)
+            return score_CV - lse_C[:, None]
 
         row_bytes = (len(self.rare.table_VE) + self.size) * wide.itemsize
         tokens = (self.tokens, self.mixture)

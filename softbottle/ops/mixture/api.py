@@ -173,7 +173,8 @@ def source(
     """Log-probabilities in chunks of tokens, for reductions over all words."""
     options = options.resolve()
     _check_mixture(mixture, vocabulary, options)
-    return reductions.of_mixture(mixture, vocabulary, activation, options)
+    fused = _implementation(options, mixture.context_TKE).logits_and_lse
+    return reductions.of_mixture(mixture, vocabulary, activation, options, fused)
 
 
 def log_probs(

@@ -42,6 +42,9 @@ class Implementation(NamedTuple):
         entropies: as `lse`, of an activation without parameters -> the log-normalizers
             and the entropy of each component over the local rows, [T, K] both, which
             take any cotangents.
+        logits_and_lse: (context_RE, table_PE, bias_P, options) -> float32 logits [R, P]
+            and their log-sum-exp [R] in one pass, of bfloat16 inputs, without a
+            gradient; None where XLA computes the one from the other.
     """
 
     lse: Callable[[jax.Array, Vocabulary, Activation, Options], jax.Array]
@@ -56,3 +59,9 @@ class Implementation(NamedTuple):
     entropies: Callable[
         [jax.Array, Vocabulary, Activation, Options], tuple[jax.Array, jax.Array]
     ]
+    logits_and_lse: (
+        Callable[
+            [jax.Array, jax.Array, jax.Array, Options], tuple[jax.Array, jax.Array]
+        ]
+        | None
+    ) = None

@@ -8,6 +8,9 @@ evaluation only a maximum and a sum of each tile leave, and for entropies the su
 exp(g(z) - ref) (g(z) - ref) as well. XLA adds up the tiles, in order, and computes the
 other two products, at which its library is near the machine's peak.
 
+For reductions over all words (reductions.py) z itself leaves in float32, beside the
+maxima and sums of evaluation.
+
 Where the most probable words are asked for, the largest exponential of each tile leaves
 too, its 8 lowest bits replaced by its place among the tile's 256 words: one instruction
 per element finds both. Words whose probabilities differ by less than 2^-15 of
@@ -42,7 +45,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from softbottle.ops.mixture import activations, blocked, exponential, shards
-from softbottle.ops.mixture.activations import DEAD, LOG2_E
+from softbottle.ops.mixture.activations import DEAD, LOG2_E, SOFTMAX
 from softbottle.ops.mixture.implementation import Choice, Implementation
 from softbottle.ops.mixture.options import note, product_dtype
 
@@ -265,6 +268,18 @@ def _entropies_backward(activation, options, saved, bars):
 _fused_entropies.defvjp(_entropies_forward, _entropies_backward)
 
 
+def _logits_and_lse(context_RE, table_PE, bias_P, options):
+    """z and its log-sum-exp, of any number of rows; see `Implementation`."""
+    rows = len(context_RE)
+    inputs = _Inputs(
+        _pad(context_RE, BLOCK_ROWS, BLOCK_WIDTH),
+        _pad(table_PE, BLOCK_WORDS, BLOCK_WIDTH),
+        jnp.pad(bias_P, (0, -len(bias_P) % BLOCK_WORDS), constant_values=DEAD),
+    )
+    top_JR, sum_JR, z_RP = _call(SOFTMAX, options, inputs, logits=True)
+    return z_RP[:rows, : len(table_PE)], _combined(top_JR, sum_JR)[:rows]
+
+
 def _refused(context_TKE, table_VE, activation, options):
     """Whether the kernel cannot do this; then why not goes to the log, once."""
     dtype = product_dtype(options, context_TKE, table_VE)
@@ -306,8 +321,8 @@ class _Inputs(NamedTuple):
 class _Refs(NamedTuple):
     """What the kernel reads and writes in global memory.
 
-    `first_out` is E [R, P] or, for evaluation, [J, R] maxima of tiles; `moment_JR` and
-    `key_JR` are None unless moments or peaks are asked for.
+    `first_out` is E [R, P] or, for evaluation, [J, R] maxima of tiles; `moment_JR`,
+    `key_JR` and `z_RP` are None unless moments, peaks or logits are asked for.
     """
 
     context_RQ: Any
@@ -320,6 +335,7 @@ class _Refs(NamedTuple):
     sum_JR: Any
     moment_JR: Any
     key_JR: Any
+    z_RP: Any
 
 
 class _Scratch(NamedTuple):
@@ -333,11 +349,19 @@ class _Scratch(NamedTuple):
     key: Any = None
 
 
-def _call(activation, options, inputs, classes=1, moments=False, peaks=False):
+class _Beside(NamedTuple):
+    """What leaves beside the sums, in this order."""
+
+    moments: bool = False
+    peaks: bool = False
+    logits: bool = False
+
+
+def _call(activation, options, inputs, classes=1, **beside):
     """Run the kernel: E or maxima, and sums; under `vmap`, once for each element.
 
-    Rows and words are those of so many classes, one below the other. With `moments`
-    those of the tiles follow, and with `peaks` their keys.
+    Rows and words are those of so many classes, one below the other. What else is
+    asked for, by the names in `_Beside`, follows.
     """
     inputs = inputs._replace(
         bias_P=_base2(inputs.bias_P),
@@ -350,7 +374,12 @@ def _call(activation, options, inputs, classes=1, moments=False, peaks=False):
     # A device that is described by hand may not say how many: as many as an H200.
     processors = options.device.multiprocessors or 132
     run = functools.partial(
-        _kernel_call, activation, classes, moments, peaks, processors, _INTERPRET.get()
+        _kernel_call,
+        activation,
+        classes,
+        _Beside(**beside),
+        processors,
+        _INTERPRET.get(),
     )
     return jax.custom_batching.sequential_vmap(run)(inputs)
 
@@ -359,7 +388,7 @@ def _base2(vector):
     return vector.astype(jnp.float32) * LOG2_E
 
 
-def _kernel_call(activation, classes, moments, peaks, processors, interpret, inputs):
+def _kernel_call(activation, classes, beside, processors, interpret, inputs):
     rows, words = len(inputs.context_RQ), len(inputs.table_PQ) // classes
     tiles = words // BLOCK_WORDS
     axes = jax.typeof(inputs.context_RQ).manual_axis_type
@@ -368,7 +397,12 @@ def _kernel_call(activation, classes, moments, peaks, processors, interpret, inp
         return jax.ShapeDtypeStruct(sizes, dtype, manual_axis_type=axes)
 
     stats = shape((tiles, rows), jnp.float32)
-    keys = shape((tiles, rows), jnp.int32)
+    others = _Beside(
+        stats,
+        shape((tiles, rows), jnp.int32),
+        shape((rows, words), jnp.float32),
+    )
+    others = [each for each, asked in zip(others, beside, strict=True) if asked]
     outputs = [stats if inputs.ref_R is None else shape((rows, words), jnp.bfloat16)]
     if inputs.e_RP is not None:
         # A reference is written in place, as an output that it already has.
@@ -378,16 +412,15 @@ def _kernel_call(activation, classes, moments, peaks, processors, interpret, inp
     def body(*refs):
         named = jax.tree.unflatten(structure, refs[: len(given)])
         written = list(refs[len(given) :])
-        key_JR = written.pop() if peaks else None
-        moment_JR = written.pop() if moments else None
+        asked = [written.pop() if each else None for each in reversed(beside)]
         first_out, sum_JR = (named.e_RP, *written)[-2:]
-        tiles = (first_out, sum_JR, moment_JR, key_JR)
-        _kernel(activation, classes, _Refs(*named[:-1], *tiles))
+        refs = _Refs(*named[:-1], first_out, sum_JR, *reversed(asked))
+        _kernel(activation, classes, refs)
 
     jobs = tiles * (rows // BLOCK_ROWS)
     results = plgpu.kernel(
         body,
-        out_type=[*outputs, stats, *[stats] * moments, *[keys] * peaks],
+        out_type=[*outputs, stats, *others],
         grid=(min(jobs, 2 if interpret else processors),),
         grid_names=("blocks",),
         num_threads=3,
@@ -485,8 +518,8 @@ def _scratch(refs):
         scratch["tilt"] = plgpu.SMEM((2, 2, WARPGROUP_ROWS), jnp.float32)
     if refs.key_JR is not None:
         scratch["key"] = plgpu.SMEM((2, WARPGROUP_ROWS), jnp.int32)
-    if store:
-        dtype = refs.context_RQ.dtype
+    if store or refs.z_RP is not None:
+        dtype = (refs.first_out if store else refs.z_RP).dtype
         scratch["out"] = plgpu.SMEM(
             (2, 2, WARPGROUP_ROWS, OUT_WORDS),
             dtype,
@@ -556,7 +589,8 @@ def _leave(gain, sum_ref, scratch, refs, word_tile, rows):
     total_R = moment_R = key_R = None
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     for part in parts_of_tile:
-        g_RW, gain_RW = gain(logits(part))
+        z_RW = logits(part)
+        g_RW, gain_RW = gain(z_RW)
         ahead_RW = g_RW - ref_RW
         exp_RW = jnp.exp2(ahead_RW)
         total_R = _plus(total_R, jnp.sum(exp_RW, axis=1))
@@ -569,12 +603,9 @@ def _leave(gain, sum_ref, scratch, refs, word_tile, rows):
             e_RW = exp_RW if gain_RW is None else exp_RW * gain_RW
             if refs.tilt_2R is not None:
                 e_RW = e_RW * (level_RW + tilt_RW * ahead_RW)
-            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-            scratch.out[part % 2] = e_RW.astype(refs.first_out.dtype)
-            plgpu.commit_smem()
-            words = pl.ds(word_tile * BLOCK_WORDS + part * OUT_WORDS, OUT_WORDS)
-            out = refs.first_out.at[rows, words]
-            plgpu.copy_smem_to_gmem(scratch.out.at[part % 2], out)
+            _send(e_RW, scratch, refs.first_out, rows, word_tile, part)
+        if refs.z_RP is not None:
+            _send(z_RW * (1 / LOG2_E), scratch, refs.z_RP, rows, word_tile, part)
     scratch.stats[1] = total_R
     if not store:
         scratch.stats[0] = ref_R
@@ -591,6 +622,15 @@ def _leave(gain, sum_ref, scratch, refs, word_tile, rows):
         plgpu.copy_smem_to_gmem(scratch.stats.at[2], out)
     if refs.key_JR is not None:
         plgpu.copy_smem_to_gmem(scratch.key, refs.key_JR.at[word_tile, rows])
+
+
+def _send(array_RW, scratch, array_RP, rows, word_tile, part):
+    """A part of a tile, on its way to global memory while the next is computed."""
+    plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+    scratch.out[part % 2] = array_RW.astype(array_RP.dtype)
+    plgpu.commit_smem()
+    words = pl.ds(word_tile * BLOCK_WORDS + part * OUT_WORDS, OUT_WORDS)
+    plgpu.copy_smem_to_gmem(scratch.out.at[part % 2], array_RP.at[rows, words])
 
 
 def _keys(exp_RW, part):
@@ -613,4 +653,6 @@ def _logits(sum_RW, bias_smem, part):
     return sum_RW[:, here] * LOG2_E + lax.broadcast_in_dim(bias_W, shape, [1])
 
 
-IMPLEMENTATION = Implementation(_lse, _loss, _loss_and_argmax, _choice, _entropies)
+IMPLEMENTATION = Implementation(
+    _lse, _loss, _loss_and_argmax, _choice, _entropies, _logits_and_lse
+)

@@ -24,13 +24,13 @@ import jax
 import jax.numpy as jnp
 
 from softbottle.ops.mixture import classes, likelihood, shards
-from softbottle.ops.mixture.activations import DEAD, Activation
+from softbottle.ops.mixture.activations import DEAD, Activation, identity
 from softbottle.ops.mixture.arrays import Mixture, Vocabulary
 from softbottle.ops.mixture.options import Options, product_dtype, sum_dtype
 from softbottle.ops.mixture.products import product, round_up
 
 # What GPUs' matrix units like the numbers of tokens and words to be multiples of.
-MULTIPLE = 128
+MULTIPLE, WORDS = 128, 256
 
 
 class Source(NamedTuple):
@@ -42,8 +42,8 @@ class Source(NamedTuple):
         log_probs: (shared, tokens) -> log P of the local words, [C, V].
         token_bytes: what is held per token.
         row_bytes: of one row of logits.
-        scores: as `log_probs` but for a number per token, which is left out: scores of
-            one softmax before they are normalized. None if there are none.
+        scores: the same of one softmax, before they are normalized: scores [C, V] and
+            their log-sum-exp [C]. None if there are none.
     """
 
     tokens: Any
@@ -51,7 +51,7 @@ class Source(NamedTuple):
     log_probs: Callable[[Any, Any], jax.Array]
     token_bytes: int
     row_bytes: int
-    scores: Callable[[Any, Any], jax.Array] | None = None
+    scores: Callable[[Any, Any], tuple[jax.Array, jax.Array]] | None = None
 
 
 def over_words(
@@ -192,22 +192,43 @@ def _log_probs(sources, shared, tokens):
 
 
 def of_mixture(
-    mixture: Mixture, vocabulary: Vocabulary, activation: Activation, options: Options
+    mixture: Mixture,
+    vocabulary: Vocabulary,
+    activation: Activation,
+    options: Options,
+    fused: Callable | None = None,
 ) -> Source:
-    """The log-probabilities of a mixture that meets the whole vocabulary."""
+    """The log-probabilities of a mixture that meets the whole vocabulary.
+
+    Args:
+        mixture: of the tokens.
+        vocabulary: all words, or those of a shard.
+        activation: of their logits.
+        options: resolved.
+        fused: `logits_and_lse` of an implementation, used where it can be.
+    """
     table_VE = vocabulary.table_VE
     components = mixture.context_TKE.shape[-2]
     wide = sum_dtype(mixture.context_TKE, table_VE)
     theta = jax.tree.map(jnp.asarray, activation.theta)
+    if (
+        activation.apply is not identity
+        or classes.count(mixture.context_TKE) > 1
+        or product_dtype(options, mixture.context_TKE, table_VE) != jnp.bfloat16
+    ):
+        fused = None
 
-    def all_scores(shared, mixture):
+    def scores_and_lse(shared, mixture):
         theta, words = shared
+        if fused is not None:
+            z_CKV, lse_CK = _fused_scores(fused, options, mixture.context_TKE, words)
+            return live(z_CKV, options), shards.joint_lse(lse_CK, options)
         score_CKV = scores(mixture.context_TKE, words)
-        return live(activation.apply(theta, score_CKV), options)
+        score_CKV = live(activation.apply(theta, score_CKV), options)
+        return score_CKV, joint_lse(score_CKV, options)
 
     def log_probs(shared, mixture):
-        score_CKV = all_scores(shared, mixture)
-        lse_CK = joint_lse(score_CKV, options)
+        score_CKV, lse_CK = scores_and_lse(shared, mixture)
         # The large ones first: their difference is exact.
         log_p_CKV = score_CKV - lse_CK[:, :, None]
         log_prior_CK = mixture.log_prior_TK.astype(wide)
@@ -223,7 +244,8 @@ def of_mixture(
     if components == 1:
 
         def only(shared, mixture):
-            return all_scores(shared, mixture)[:, 0]
+            score_CKV, lse_CK = scores_and_lse(shared, mixture)
+            return score_CKV[:, 0], lse_CK[:, 0]
 
     return Source(mixture, shared, log_probs, rows * row_bytes, row_bytes, only)
 
@@ -257,7 +279,7 @@ def words_of(context: jax.Array, vocabulary: Vocabulary, options: Options) -> Wo
     wide = sum_dtype(context, table_VE)
     cast_VE = table_VE.astype(product_dtype(options, context, table_VE))
     count = classes.count(context)
-    size = round_up(-(-len(table_VE) // count), MULTIPLE if options.on_gpu else 1)
+    size = round_up(-(-len(table_VE) // count), WORDS if options.on_gpu else 1)
     return Words(
         classes.split(table_VE.astype(wide), count, size),
         jax.lax.stop_gradient(classes.split(cast_VE, count, size)),
@@ -317,6 +339,41 @@ def _scores_backward(saved, bar_CKV):
 
 
 _scores.defvjp(_scores_forward, _scores_backward)
+
+
+def _fused_scores(fused, options, context_CKE, words):
+    """z of every local word [C, K, V] and its log-sum-exp [C, K], in one pass."""
+    inputs = shards.varying_together(context_CKE[:, None], words)
+    return _scores_and_lse(fused, options, *inputs)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _scores_and_lse(fused, options, context_C1KE, words):
+    return _both_forward(fused, options, context_C1KE, words)[0]
+
+
+def _both_forward(fused, options, context_C1KE, words):
+    _, cast_1PE, bias_V = words
+    tokens, _, components, _ = context_C1KE.shape
+    rows, padded = len(bias_V), cast_1PE.shape[1]
+    bias_V = jnp.where(shards.live_rows(rows, options), bias_V, DEAD)
+    bias_P = jnp.pad(bias_V, (0, padded - rows), constant_values=DEAD)
+    context_RE = _rows(context_C1KE, cast_1PE.dtype)[0]
+    z_RP, lse_R = fused(context_RE, cast_1PE[0], bias_P, options)
+    z_CKV = z_RP[:, :rows].reshape(tokens, components, rows)
+    lse_CK = lse_R.reshape(tokens, components)
+    return (z_CKV, lse_CK), ((context_C1KE, cast_1PE), z_CKV, lse_CK)
+
+
+def _both_backward(fused, options, saved, bars):
+    del fused, options
+    saved, z_CKV, lse_CK = saved
+    z_bar_CKV, lse_bar_CK = bars
+    p_CKV = jnp.exp(z_CKV - lse_CK[:, :, None])
+    return _scores_backward(saved, z_bar_CKV + lse_bar_CK[:, :, None] * p_CKV)
+
+
+_scores_and_lse.defvjp(_both_forward, _both_backward)
 
 
 def live(score: jax.Array, options: Options) -> jax.Array:
@@ -387,31 +444,29 @@ def divergence(log_p_CV: jax.Array, log_q_CV: jax.Array, options: Options) -> ja
     return total(jnp.exp(log_p_CV) * (log_p_CV - log_q_CV), options)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+@jax.custom_vjp
 def divergence_of_scores(
-    log_p_CV: jax.Array, score_CV: jax.Array, options: Options
+    log_p_CV: jax.Array, score_CV: jax.Array, lse_C: jax.Array
 ) -> jax.Array:
-    """KL(P || softmax of the scores), [C].
+    """KL(P || softmax of the scores), [C], where no words are on other shards.
 
-    P is normalized, so that d score = Q - P. jax, which cannot know that, would sum P
-    up again before it knows the gradient of any score.
+    P is normalized, so that the derivative by the log-sum-exp is 1. jax, which cannot
+    know that, would sum P up again before it knows the gradient of any score.
     """
-    return _divergence_forward(log_p_CV, score_CV, options)[0]
+    return _divergence_forward(log_p_CV, score_CV, lse_C)[0]
 
 
-def _divergence_forward(log_p_CV, score_CV, options):
-    lse_C = joint_lse(score_CV, options)
-    divergence_C = divergence(log_p_CV, score_CV - lse_C[:, None], options)
+def _divergence_forward(log_p_CV, score_CV, lse_C):
+    ahead_CV = log_p_CV - (score_CV - lse_C[:, None])
+    divergence_C = jnp.sum(jnp.exp(log_p_CV) * ahead_CV, axis=1)
     return divergence_C, (log_p_CV, score_CV, lse_C)
 
 
-def _divergence_backward(options, saved, bar_C):
+def _divergence_backward(saved, bar_C):
     log_p_CV, score_CV, lse_C = saved
-    bar_C1 = shards.shared_cotangent(bar_C, options)[:, None]
-    log_q_CV = score_CV - lse_C[:, None]
-    p_CV = jnp.exp(log_p_CV)
-    log_p_bar_CV = bar_C1 * p_CV * (log_p_CV - log_q_CV + 1)
-    return log_p_bar_CV, bar_C1 * (jnp.exp(log_q_CV) - p_CV)
+    pulled_CV = bar_C[:, None] * jnp.exp(log_p_CV)
+    ahead_CV = log_p_CV - (score_CV - lse_C[:, None])
+    return pulled_CV * (ahead_CV + 1), -pulled_CV, bar_C
 
 
 divergence_of_scores.defvjp(_divergence_forward, _divergence_backward)

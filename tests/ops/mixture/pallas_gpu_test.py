@@ -155,6 +155,73 @@ def test_the_same_pass_finds_the_most_probable_words(name):
     assert len(np.unique(argmax_T)) > 9
 
 
+def test_divergences_read_the_logits_of_the_kernel():
+    tokens, width, vocab, words = 130, 40, 300, 290
+    random = np.random.default_rng(0)
+    hidden_TD, table_VE, other_VE = (
+        jnp.asarray(0.6 * random.normal(size=(rows, width)), jnp.bfloat16)
+        for rows in (tokens, vocab, vocab)
+    )
+    bias_V = jnp.asarray(random.normal(size=vocab), jnp.float32)
+    options = Options(implementation="pallas_gpu", vocab=words, budget_bytes=2**18)
+    head = softbottle.softmax()
+
+    def divergence(table_VE, bias_V, hidden_TD):
+        student = softbottle.Output(head, {}, table_VE, bias_V, hidden_TD)
+        teacher = softbottle.Output(head, {}, other_VE, None, hidden_TD)
+        return softbottle.distill(student, teacher, options=options)
+
+    def log_probs(table_VE, bias_V, hidden_TD):
+        z_TV = (hidden_TD @ table_VE.T + bias_V)[:, :words]
+        return z_TV - np.log(np.sum(np.exp(z_TV), axis=1, keepdims=True))
+
+    inputs = (table_VE, bias_V, hidden_TD)
+    with pallas_gpu.interpreted():
+        total, bars = jax.jit(jax.value_and_grad(divergence, (0, 1, 2)))(*inputs)
+    exact = [np.asarray(each, np.float64) for each in inputs]
+    log_p_TV = log_probs(np.asarray(other_VE, np.float64), 0.0, exact[2])
+    log_q_TV = log_probs(*exact)
+    np.testing.assert_allclose(
+        total, np.sum(np.exp(log_p_TV) * (log_p_TV - log_q_TV)), rtol=1e-5
+    )
+    bar_TV = np.exp(log_q_TV) - np.exp(log_p_TV)
+    wanted = (bar_TV.T @ exact[2], bar_TV.sum(axis=0), bar_TV @ exact[0][:words])
+    for ours, exact_bar in zip(bars, wanted, strict=True):
+        assert relative(ours[: len(exact_bar)], exact_bar) < 5e-3
+    assert not np.any(np.asarray(bars[0][words:], np.float32))
+
+
+def test_smoothing_of_a_mixture_reads_the_logits_of_the_kernel():
+    """As plain XLA's, on contexts and a table of the same rounding."""
+    problem = make_problem(tokens=21, components=3, width=33, vocab=280)
+    _, ours = rounded(problem)
+    head = softbottle.mos(3)
+    # At the start all components are equal, and the gates without a gradient.
+    params = jax.tree.map(
+        lambda leaf: leaf + 0.3 * jax.random.normal(jax.random.key(1), leaf.shape),
+        head.init(jax.random.key(0), 33, 33),
+    )
+
+    def loss(implementation, params, table_VE, bias_V):
+        options = Options(implementation=implementation, compute_dtype=jnp.bfloat16)
+        states = (ours.context_TKE[:, 0].astype(jnp.float32), ours.labels_T)
+        terms = {"label_smoothing": 0.1, "options": options}
+        return head.loss(params, table_VE, bias_V, *states, **terms)
+
+    def value_and_grad(implementation):
+        function = jax.value_and_grad(loss, argnums=(1, 2, 3))
+        inputs = (params, ours.table_VE, ours.bias_V)
+        return jax.jit(function, static_argnums=0)(implementation, *inputs)
+
+    with pallas_gpu.interpreted():
+        total, bars = value_and_grad("pallas_gpu")
+    exact_total, exact_bars = value_and_grad("blocked")
+    np.testing.assert_allclose(total, exact_total, rtol=1e-5)
+    pairs = zip(jax.tree.leaves(bars), jax.tree.leaves(exact_bars), strict=True)
+    for ours_bar, exact_bar in pairs:
+        assert relative(ours_bar, np.asarray(exact_bar, np.float64)) < 1e-2
+
+
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_normalisers_and_their_gradient(name):
     activation, *_ = ACTIVATIONS[name]
