@@ -32,31 +32,41 @@ def draw(rows: Sequence[dict[str, Any]]) -> drawing.Figure:
     figure = drawing.Figure(figsize=(14, 11))
     matplotlib.backends.backend_agg.FigureCanvasAgg(figure)
     panels = figure.subplots(2, 2)
-    numbered = len(found) > _NAMED
-    labels = {
-        point.arm: str(number) if numbered else point.arm
-        for number, point in enumerate(found, 1)
-    }
+    labels = _labels(found)
     _frequencies(panels[1, 1], found, labels)
-    if numbered:
-        figure.legend(
-            handles=[_handle(point, labels[point.arm]) for point in found],
-            loc="outside lower center",
-            ncols=6,
-            fontsize=9,
-        )
+    _legend(figure, found, labels, "lower center", ncols=6)
     _draw_costs(figure, panels.flat[:3], found, labels)
     return figure
 
 
 def cover(rows: Sequence[dict[str, Any]]) -> drawing.Figure:
     """Perplexity by seconds and by parameters alone, every point with its arm."""
-    found = frontier_report.points(rows)
+    found = sorted(frontier_report.points(rows), key=lambda point: -point.perplexity)
     figure = drawing.Figure(figsize=(9, 3.6))
     matplotlib.backends.backend_agg.FigureCanvasAgg(figure)
     panels = figure.subplots(1, 2, sharey=True)
-    _draw_costs(figure, panels, found, {point.arm: point.arm for point in found})
+    labels = _labels(found)
+    _legend(figure, found, labels, "right center")
+    _draw_costs(figure, panels, found, labels)
     return figure
+
+
+def _labels(found):
+    """What is written beside the points: the arms, or numbers if there are many."""
+    numbered = len(found) > _NAMED
+    return {
+        point.arm: str(number) if numbered else point.arm
+        for number, point in enumerate(found, 1)
+    }
+
+
+def _legend(figure, found, labels, place, **columns):
+    """What the numbers mean, if there are any."""
+    numbered = [point for point in found if labels[point.arm] != point.arm]
+    if numbered:
+        handles = [_handle(point, labels[point.arm]) for point in numbered]
+        where = {"loc": f"outside {place}", "fontsize": 9}
+        figure.legend(handles=handles, **where, **columns)
 
 
 def _draw_costs(figure, panels, found, labels):
