@@ -11,6 +11,7 @@ stands between two `$` for a formula, and fails if it is none.
 
 import io
 import pathlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import cycler
@@ -115,6 +116,41 @@ def label(axes: matplotlib.axes.Axes) -> None:
         _name(axes, name, color, (x, y), (1.02, height), va="center", arrowprops=leader)
     for height, (y, x, name, color) in zip(_spread(axes, inside), inside, strict=True):
         _name(axes, name, color, (x, y), (x + 0.015, height), va="bottom")
+
+
+def bars(axes: matplotlib.axes.Axes, values: Mapping[str, float], shown: str) -> None:
+    """Lying bars from 0, one under the other, each with its name and its number.
+
+    Args:
+        axes: where.
+        values: by name, the first on top.
+        shown: the format of a number, such as "{:.2f}".
+    """
+    places = np.arange(len(values))
+    drawn = axes.barh(places, list(values.values()), 0.6, color=BLUE)
+    axes.bar_label(
+        drawn, [shown.format(v) for v in values.values()], padding=3, fontsize=SMALL
+    )
+    axes.set_yticks(places, list(values))
+    axes.set(ylim=(len(values) - 0.4, -0.6))
+    axes.grid(False, axis="y")
+    axes.margins(x=0.15)
+
+
+def tag(
+    axes: matplotlib.axes.Axes, x: Sequence[float], y: Sequence[float], names: list[str]
+) -> None:
+    """Name points beside them."""
+    for at, height, name in zip(x, y, names, strict=True):
+        axes.annotate(
+            name,
+            (at, height),
+            (4, 4),
+            textcoords="offset points",
+            fontsize=SMALL - 1,
+            color=GRAY,
+            annotation_clip=False,
+        )
 
 
 def _dress(axes):

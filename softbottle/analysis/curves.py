@@ -1,7 +1,6 @@
 """Validation perplexity along the training: of one run, or of several."""
 
 import pathlib
-from collections.abc import Sequence
 from typing import Any
 
 from softbottle import drawing
@@ -102,15 +101,10 @@ def section(runs: dict[str, list[dict[str, Any]]]) -> report.Section:
     return report.Section(title, f"{ends}.", figures, numbers)
 
 
-def inspect(captures: Sequence[Capture], settings: Settings) -> report.Section:
-    """The section on some runs that were validated."""
+def of_capture(capture: Capture, settings: Settings) -> list[dict[str, Any]]:
+    """The metrics of a run that was validated."""
     del settings
-    return section(
-        {
-            capture.name: present("validations", capture.validations)
-            for capture in captures
-        }
-    )
+    return present("validations", capture.validations)
 
 
 def write(workdir: pathlib.Path, title: str) -> None:

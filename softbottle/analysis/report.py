@@ -11,7 +11,8 @@ import json
 import math
 import pathlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,10 +44,24 @@ class About(NamedTuple):
     Attributes:
         measures: what is measured, a sentence.
         means: what it means for the reader's own model, a sentence.
+        theory: the heading of docs/theory.md that explains it; "" for none.
     """
 
     measures: str
     means: str
+    theory: str = ""
+
+
+class Table(NamedTuple):
+    """Rows of cells under a heading each, as they are shown.
+
+    Attributes:
+        heads: of the columns; the first column names a row.
+        rows: of cells.
+    """
+
+    heads: Sequence[str]
+    rows: Sequence[Sequence[str]]
 
 
 class Section(NamedTuple):
@@ -58,6 +73,10 @@ class Section(NamedTuple):
         figures: the pictures.
         numbers: nested dicts, lists and numbers, NumPy's included.
         about: what the instrument is; None if nothing was measured.
+        tables: what was found where there is more of it than sentences can hold.
+        remarks: what the page says in place of the reading, where tables have the rest.
+        key: by model and column, cells of the table of models that opens a report.
+        verdicts: by model, a clause of what to make of it, for the same place.
     """
 
     title: str
@@ -65,6 +84,10 @@ class Section(NamedTuple):
     figures: list[Figure]
     numbers: dict[str, Any]
     about: About | None = None
+    tables: Sequence[Table] = ()
+    remarks: str | None = None
+    key: Mapping[str, Mapping[str, str]] = MappingProxyType({})
+    verdicts: Mapping[str, str] = MappingProxyType({})
 
 
 def write(

@@ -7,7 +7,7 @@ import pytest
 from scipy import special
 
 from softbottle.analysis import capture as capture_lib
-from softbottle.analysis import inspection, report
+from softbottle.analysis import inspection
 from softbottle.analysis.instruments import lowrank
 from softbottle.analysis.settings import Settings
 
@@ -143,11 +143,9 @@ def test_heads_of_limited_rank_are_over_the_words_that_occur(monkeypatch):
 def test_they_are_trained_on_more_of_the_text_where_there_is_more(monkeypatch):
     asked = []
     monkeypatch.setattr(lowrank, "cut", lambda *given: asked.extend(given))
-    empty = report.Section("", "", [], {})
-    monkeypatch.setattr(lowrank, "section", lambda found: empty)
     frozen_MD = np.random.default_rng(2).normal(size=(120, 5))
     capture = make_capture(frozen_MD=frozen_MD)
-    inspection.sections([capture], ["lowrank"])
+    lowrank.of_capture(capture, Settings())
     hidden_ND, labels_N, _, _ = asked
     np.testing.assert_array_equal(hidden_ND, frozen_MD)
     words_U = np.unique(capture.text.ids[1:121])

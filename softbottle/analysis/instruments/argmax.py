@@ -229,18 +229,18 @@ def section(reaches: dict[str, Reach], sets: dict[str, TopSets]) -> report.Secti
     )
 
 
-def inspect(captures: Sequence[Capture], settings: Settings) -> report.Section:
-    """The section on some captures, of the words and sets that their sources name."""
+def of_capture(capture: Capture, settings: Settings) -> tuple[Reach, TopSets]:
+    """The words and sets that a capture's source names."""
     del settings
-    reaches, sets = {}, {}
-    for capture in captures:
-        table_VE = present("table_VE", capture.table_VE)
-        trials = present("trials", capture.trials)
-        reaches[capture.name] = reach(table_VE, capture.bias_V, trials.words)
-        sets[capture.name] = top_sets(
-            table_VE, capture.bias_V, sizes=trials.sizes, trials=trials.sets
-        )
-    return section(reaches, sets)
+    output = present("table_VE", capture.table_VE), capture.bias_V
+    words, sizes, sets = present("trials", capture.trials)
+    return reach(*output, words), top_sets(*output, sizes=sizes, trials=sets)
+
+
+def compare(measured: dict[str, tuple[Reach, TopSets]]) -> report.Section:
+    """The section on what `of_capture` gave for each model."""
+    reaches = {name: reach for name, (reach, _) in measured.items()}
+    return section(reaches, {name: sets for name, (_, sets) in measured.items()})
 
 
 def _checked(table_VE, bias_V):

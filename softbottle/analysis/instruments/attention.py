@@ -306,11 +306,10 @@ def section(limits: Limits) -> report.Section:
     return report.Section("Limits of attention", reading, figures, numbers)
 
 
-def inspect(captures: Sequence[Capture], settings: Settings) -> report.Section:
-    """The section on an attention layer's own arrays, of which a file has one set."""
+def of_capture(capture: Capture, settings: Settings) -> Limits:
+    """`survey` of an attention layer's own arrays, of which a file has one set."""
     del settings
-    (capture,) = captures
-    return section(survey(*present("attention_rows", capture.attention_rows)))
+    return survey(*present("attention_rows", capture.attention_rows))
 
 
 def _draw_selections(distance, inside, name, counts_N, selections):

@@ -27,7 +27,7 @@ from scipy import special, stats
 
 from softbottle import drawing
 from softbottle.analysis import report
-from softbottle.analysis.capture import Capture
+from softbottle.analysis.capture import Capture, present
 from softbottle.analysis.instruments import attention, normalizers
 from softbottle.analysis.settings import Settings
 
@@ -202,15 +202,11 @@ def section(models: dict[str, Heads]) -> report.Section:
     return report.Section("Attention by layer", " ".join(lines), figures, numbers)
 
 
-def inspect(captures: Sequence[Capture], settings: Settings) -> report.Section:
-    """The section on the attention of some captures."""
+def of_capture(capture: Capture, settings: Settings) -> Heads:
+    """`measure` on a capture, the tokens before its text among the states."""
     del settings
-    return section({capture.name: _of_capture(capture) for capture in captures})
-
-
-def _of_capture(capture):
-    logits_LWHS = capture.logits_LWHS
-    entering = list(capture.states[: len(logits_LWHS)])
+    logits_LWHS = present("logits_LWHS", capture.logits_LWHS)
+    entering = list(present("states", capture.states)[: len(logits_LWHS)])
     if capture.front is not None:
         entering = [
             _behind(front_WPD, layer_ND)

@@ -134,13 +134,9 @@ def column_space(table_VE: np.ndarray) -> np.ndarray:
     return left_VE[:, sigma > scale * sigma[0]]
 
 
-def inspect(captures: Sequence[Capture], settings: Settings) -> report.Section:
-    """The section on the start of some captures' texts."""
+def of_capture(capture: Capture, settings: Settings) -> Gradient:
+    """`measure` on the start of a capture's text."""
     del settings
-    return section({capture.name: _of_capture(capture) for capture in captures})
-
-
-def _of_capture(capture):
     mixed = present("mixed", capture.mixed)
     return measure(
         mixed.log_prior_TK,

@@ -30,7 +30,7 @@ import optax
 
 from softbottle import drawing, heads
 from softbottle.analysis import report
-from softbottle.analysis.capture import Capture, bias_or_zeros, powers, real
+from softbottle.analysis.capture import Capture, bias_or_zeros, powers, present, real
 from softbottle.analysis.settings import Settings
 
 ABOUT = report.About(
@@ -270,21 +270,21 @@ def section(models: dict[str, LowRank]) -> report.Section:
     return report.Section("Heads of limited rank", " ".join(lines), figures, numbers)
 
 
-def inspect(captures: Sequence[Capture], settings: Settings) -> report.Section:
-    """The section on heads of every power of two up to the width of the states."""
+def of_capture(capture: Capture, settings: Settings) -> LowRank:
+    """Heads of every power of two up to the width of the states.
+
+    They start from the model's own softmax over the words that occur; where its head is
+    another, from scratch.
+    """
     del settings
-    return section({capture.name: _of_capture(capture) for capture in captures})
-
-
-def _of_capture(capture):
-    """From the model's own softmax over the words that occur; else from scratch."""
-    hidden_ND, labels_N = capture.frozen
+    hidden_ND, labels = present("frozen", capture.frozen)
+    labels_N = present("labels_T", labels)
+    table_VE = present("table_VE", capture.table_VE)
     ranks = powers(hidden_ND.shape[1])
     if capture.readout is not None:
-        vocab = len(capture.table_VE)
-        return train(hidden_ND, labels_N, vocab, ranks, capture.table_VE)
+        return train(hidden_ND, labels_N, len(table_VE), ranks, table_VE)
     words_V, labels_N = np.unique(labels_N, return_inverse=True)
-    own = Own(capture.table_VE[words_V], bias_or_zeros(capture)[words_V])
+    own = Own(table_VE[words_V], bias_or_zeros(capture)[words_V])
     return cut(hidden_ND, labels_N, ranks, own)
 
 

@@ -24,7 +24,6 @@ Axes: C contexts, N words of a context, D dimensions, K columns of Q, P probes, 
 of a smaller matrix with the same G.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -61,6 +60,17 @@ class NextWord(NamedTuple):
     matrix_CV: sparse.csr_array
     contexts_CN: np.ndarray
     counts_C: np.ndarray
+
+
+class Reader(NamedTuple):
+    """A text as it is to be counted, and the width of the model that reads it.
+
+    The width is None where there is no model.
+    """
+
+    text: Text
+    width: int | None
+    settings: Settings
 
 
 class WError(NamedTuple):
@@ -216,34 +226,40 @@ def section(
     return report.Section("Dimensions of the text", reading, figures, numbers)
 
 
-def inspect(captures: Sequence[Capture], settings: Settings) -> report.Section:
+def of_capture(capture: Capture, settings: Settings) -> Reader:
+    """Who reads which text; it is counted later, once for all models that read it."""
+    table_VE = capture.table_VE
+    width = None if table_VE is None else table_VE.shape[1]
+    return Reader(present("text", capture.text), width, settings)
+
+
+def compare(readers: dict[str, Reader]) -> report.Section:
     """One line per text: models that read the same one share it."""
-    texts = [present("text", capture.text) for capture in captures]
-    readers: dict[str | int, list[tuple[Capture, Text]]] = {}
-    for capture, text in zip(captures, texts, strict=True):
-        alone = capture.table_VE is None
-        key = capture.name if alone else hash(text.ids.tobytes())
-        readers.setdefault(key, []).append((capture, text))
+    groups: dict[str | int, dict[str, Reader]] = {}
+    for name, reader in readers.items():
+        key = name if reader.width is None else hash(reader.text.ids.tobytes())
+        groups.setdefault(key, {})[name] = reader
     errors, widths = {}, {}
-    for group in readers.values():
-        text, names = group[0][1], ", ".join(capture.name for capture, _ in group)
-        title = text.title.format(names)
-        errors[title] = _of_text(text, settings)
+    for group in groups.values():
+        # The widest model's, so that the line reaches every width.
+        reader = max(group.values(), key=lambda reader: reader.text.dimensions)
+        title = reader.text.title.format(", ".join(group))
+        errors[title] = _of_text(reader.text, reader.settings)
         widths[title] = {
-            capture.name: capture.table_VE.shape[1]
-            for capture, _ in group
-            if capture.table_VE is not None
+            name: reader.width
+            for name, reader in group.items()
+            if reader.width is not None
         }
     compared = section(errors, widths)
     if any(widths.values()):
         return compared
     # Texts without a model are cut to one length and one number of words.
-    length, vocab = len(texts[0].ids), texts[0].vocab
+    text = next(iter(readers.values())).text
     reading = (
-        f"{compared.reading} Of each text the first {length:,} words, {vocab:,} of "
-        "them told apart."
+        f"{compared.reading} Of each text the first {len(text.ids):,} words, "
+        f"{text.vocab:,} of them told apart."
     )
-    numbers = compared.numbers | {"words": length}
+    numbers = compared.numbers | {"words": len(text.ids)}
     return compared._replace(reading=reading, numbers=numbers)
 
 

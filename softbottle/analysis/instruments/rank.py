@@ -16,7 +16,7 @@ instead.
 Axes: C rows of a block.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import jax
@@ -94,7 +94,7 @@ class HeadRanks(NamedTuple):
             without a bias.
         kl: expected divergence between two contexts, in nats.
         mixing: None for a head of one component.
-        loss: mean loss on the text, in nats; None where a run's metrics tell it.
+        loss: mean loss on the text, in nats per token; None without labels.
         lifted: whether a pointwise g, such as a soft-cap, lifts the bound of a softmax
             that has the same table.
     """
@@ -107,6 +107,11 @@ class HeadRanks(NamedTuple):
     lifted: bool = False
 
     @property
+    def rank(self) -> int:
+        """The rank of the precision to go by."""
+        return self.ranks.ranks[self.ranks.precision] or 0
+
+    @property
     def limit(self) -> str | None:
         """What the rank is limited by before the head: "positions" or "words".
 
@@ -114,7 +119,7 @@ class HeadRanks(NamedTuple):
         the limit is the head's.
         """
         least = min(self.ranks.shape)
-        if least > self.bound and self.ranks.ranks[self.ranks.precision] != least:
+        if least > self.bound and self.rank != least:
             return None
         rows, columns = self.ranks.shape
         return "positions" if rows <= columns else "words"
@@ -267,19 +272,25 @@ def measure(capture: Capture, precision: Precision = "float32") -> HeadRanks:
     bound = softmax_bound(width, capture.bias_V is not None)
     if capture.readout is None:
         return _of_softmax(capture, precision, bound)
-    pairs, parts = PairwiseKL(), []
+    pairs, parts, losses = PairwiseKL(), [], []
+    labels = [present("labels_T", block.labels_T) for block in capture.tokens or ()]
 
     def rows():
-        for block in predictions.mixtures(capture, precision):
+        blocks = predictions.mixtures(capture, precision)
+        for block, labels_C in zip(blocks, labels, strict=True):
             pairs.add(block.log_p_CV)
             parts.append(tuple(map(np.asarray, block[1:])))
+            losses.append(
+                -np.asarray(block.log_p_CV[np.arange(len(labels_C)), labels_C])
+            )
             yield block.log_p_CV
 
     ranks = streamed(rows(), precision)
+    loss = float(np.concatenate(losses).mean(dtype=np.float64))
     log_prior_TK, log_label_TK = map(np.concatenate, zip(*parts, strict=True))
     several = log_prior_TK.shape[1] > 1
     mixed = mixture.mixing(log_prior_TK, log_label_TK) if several else None
-    return HeadRanks(ranks, bound, pairs.value, mixed)
+    return HeadRanks(ranks, bound, pairs.value, mixed, loss)
 
 
 def _of_softmax(capture, precision, bound):
@@ -301,17 +312,15 @@ def _of_softmax(capture, precision, bound):
     return HeadRanks(ranks, bound, pairs.value, None, loss, lifted)
 
 
-def inspect(captures: Sequence[Capture], settings: Settings) -> report.Section:
-    """The section on some captures."""
-    return section(
-        {capture.name: measure(capture, settings.precision) for capture in captures}
-    )
+def of_capture(capture: Capture, settings: Settings) -> HeadRanks:
+    """`measure` as closely as the settings say."""
+    return measure(capture, settings.precision)
 
 
 def section(heads: dict[str, HeadRanks]) -> report.Section:
     """Heads side by side: their ranks, spectra, divergences and mixtures."""
     lines = [
-        f"{name}: rank {head.ranks.ranks[head.ranks.precision]:,} of at most "
+        f"{name}: rank {head.rank:,} of at most "
         f"{min(head.ranks.shape):,}, where a softmax of its width stops at "
         f"{head.bound:,}; {_LIFTED if head.lifted else ''}"
         f"{_LIMITED[head.limit].format(min(head.ranks.shape))}two contexts differ by "

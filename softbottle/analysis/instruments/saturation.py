@@ -190,19 +190,17 @@ def _draw_layers(panels, layers, color):
     peaks.set(xlabel="layer", title="largest entry, in deviations")
 
 
-def inspect(captures: Sequence[Capture], settings: Settings) -> report.Section:
-    """The section on some captures; of a head by itself, its spectrum."""
+def of_capture(capture: Capture, settings: Settings) -> tuple[Layers | None, Head]:
+    """The layers and the head; of a head by itself, its spectrum."""
     del settings
-    states = {
-        capture.name: layers(capture.states)
-        for capture in captures
-        if capture.states is not None
-    }
-    heads = {
-        capture.name: head(present("table_VE", capture.table_VE))
-        for capture in captures
-    }
-    return section(states, heads)
+    states = None if capture.states is None else layers(capture.states)
+    return states, head(present("table_VE", capture.table_VE))
+
+
+def compare(measured: dict[str, tuple[Layers | None, Head]]) -> report.Section:
+    """The section on what `of_capture` gave for each model."""
+    states = {name: layers for name, (layers, _) in measured.items() if layers}
+    return section(states, {name: head for name, (_, head) in measured.items()})
 
 
 def _checked(name, matrix):

@@ -1,0 +1,268 @@
+"""Models of several sizes on one text: loss by parameters, rank by width.
+
+Godey et al. fit a scaling law to the larger models of a family and see the small ones
+fall behind it. Here the law is the models' own wherever there are enough of them:
+
+    L(N) = A / N^alpha + C
+
+with all three constants fitted to the larger half, four or more, and the gap of every
+smaller model taken from it. With fewer models, of runs whose training tokens are known,
+A and alpha alone are fitted and the rest is given (scaling.py); else there is no law.
+Losses are compared between models that read the same tokens only.
+
+Axes: M models.
+"""
+
+import hashlib
+from typing import NamedTuple
+
+import numpy as np
+
+from softbottle import drawing
+from softbottle.analysis import report
+from softbottle.analysis.capture import Capture, joined, present
+from softbottle.analysis.instruments import rank, scaling
+from softbottle.analysis.settings import Settings
+
+ABOUT = report.About(
+    "The loss of each model beside its number of parameters, and the rank of its "
+    "log-probabilities beside its width.",
+    "A small model whose loss lies above the law of the larger ones, and whose rank is "
+    "at its bound, is one that its output layer may hold back.",
+)
+_ALIKE = 0.05  # by which the tokens that models were trained on may differ
+
+
+class Size(NamedTuple):
+    """A model as a point of its family.
+
+    Attributes:
+        parameters: how many it has.
+        width: of its output table.
+        trained: tokens that it was trained on, or None.
+        ranks: of its log-probabilities, with its loss.
+        words: tells the tokens that it was read on from others.
+    """
+
+    parameters: int
+    width: int
+    trained: int | None
+    ranks: rank.HeadRanks
+    words: str
+
+
+class Fit(NamedTuple):
+    """A law, and how the models lie about it.
+
+    Attributes:
+        sentence: the law, and which of its constants were given.
+        gaps: by model, the share by which it lies above.
+        within: by model, 95% intervals of the gaps of those it was not fitted to.
+        line: sizes and losses of the law, to be drawn.
+        fitted: the models that it was fitted to.
+    """
+
+    sentence: str
+    gaps: dict[str, float]
+    within: dict[str, tuple[float, float]]
+    line: tuple[np.ndarray, np.ndarray]
+    fitted: list[str]
+
+
+def of_capture(capture: Capture, settings: Settings, ranks: rank.HeadRanks) -> Size:
+    """The size of a model, with what was measured of its log-probabilities."""
+    del settings
+    labels_T = joined(present("tokens", capture.tokens)).labels_T
+    known = b"" if labels_T is None else np.asarray(labels_T, np.int64).tobytes()
+    return Size(
+        present("parameters", capture.parameters),
+        present("table_VE", capture.table_VE).shape[1],
+        capture.trained,
+        ranks,
+        hashlib.sha256(known).hexdigest(),
+    )
+
+
+def law(models: dict[str, Size]) -> Fit | str:
+    """The law of models that read the same tokens, or why there is none."""
+    by_size = sorted(models, key=lambda name: models[name].parameters)
+    sizes = len({size.parameters for size in models.values()})
+    tokens = [size.trained for size in models.values()]
+    known = [count for count in tokens if count is not None]
+    alike = len(known) < len(tokens) or max(known) <= (1 + _ALIKE) * min(known)
+    least = scaling.OWN + 1
+    if alike and sizes >= least:
+        return _own(models, by_size[-max(scaling.OWN, (len(by_size) + 1) // 2) :])
+    if sizes >= 3 and len(known) == len(tokens):
+        return _given(models, by_size[-max(2, len(by_size) // 2) :])
+    return (
+        f"There is no law: one of their own needs {least} sizes trained on one text, "
+        f"here {'is' if sizes == 1 else 'are'} {sizes}."
+    )
+
+
+def section(models: dict[str, Size]) -> report.Section:
+    """The models in the order of their sizes, with the law of those that compare."""
+    models = dict(sorted(models.items(), key=lambda item: item[1].parameters))
+    groups: dict[str, dict[str, Size]] = {}
+    for name, size in models.items():
+        if size.ranks.loss is not None:
+            groups.setdefault(size.words, {})[name] = size
+    largest = max(groups.values(), key=len, default={})
+    lines, fit = [], None
+    for group in groups.values():
+        found = law(group)
+        which = f"{', '.join(group)}: " if len(groups) > 1 else ""
+        if isinstance(found, str):
+            lines.append(f"{which}{found}")
+        else:
+            lines.append(f"{which}{found.sentence}")
+            fit = found if group is largest else fit
+    if len(groups) > 1:
+        lines.append(
+            "The losses of models that read other tokens than the rest are not "
+            "comparable with theirs."
+        )
+    lines += [f"{name}: {_bottleneck(size)}." for name, size in models.items()]
+    numbers = {
+        name: {
+            "parameters": size.parameters,
+            "width": size.width,
+            "trained": size.trained,
+            "loss": size.ranks.loss,
+            "rank": size.ranks.rank,
+            "bound": size.ranks.bound,
+        }
+        for name, size in models.items()
+    }
+    if fit is not None:
+        numbers["law"] = {k: v for k, v in fit._asdict().items() if k != "line"}
+    figures = [_draw_losses(largest, fit)] if largest else []
+    return report.Section(
+        "Models by size", " ".join(lines), [*figures, _draw_ranks(models)], numbers
+    )
+
+
+def _own(models, fitted):
+    """All constants from the models themselves."""
+    chosen = _arrays(models, fitted)
+    found = scaling.fit_power(*chosen)
+    names = list(models)
+    gap_M = found.gap(*_arrays(models, names))
+    others = [name for name in names if name not in fitted]
+    bounds = scaling.power_gaps(found, chosen, _arrays(models, others))
+    sentence = (
+        f"The law is {found.a:.4g} / N^{found.alpha:.3f} + {found.c:.3f}, of these "
+        f"models' own: all three constants are fitted, to {', '.join(fitted)}, and "
+        "none is given."
+    )
+    within = dict(zip(others, bounds, strict=True))
+    gaps = dict(zip(names, map(float, gap_M), strict=True))
+    return Fit(
+        f"{sentence} {_told(gaps, within)}",
+        gaps,
+        within,
+        _line(models, found.loss),
+        list(fitted),
+    )
+
+
+def _given(models, fitted):
+    """The first factor and its exponent from the models, the rest from Hoffmann."""
+    names = list(models)
+    trained = {name: float(size.trained) for name, size in models.items()}
+    sizes, losses = _arrays(models, fitted)
+    found = scaling.fit(sizes, np.array([trained[name] for name in fitted]), losses)
+    tokens_M = np.array([trained[name] for name in names])
+    sizes, losses = _arrays(models, names)
+    gaps = dict(zip(names, map(float, found.gap(sizes, tokens_M, losses)), strict=True))
+    sentence = (
+        f"The law is {found.a:.4g} / N^{found.alpha:.3f} + {found.b:.4g} / "
+        f"T^{found.beta:.2f} + {found.e:.2f}. Its first factor and exponent are fitted "
+        f"to {', '.join(fitted)}; the other three constants are given (Hoffmann et "
+        f"al., 2022), since these models are too few, or trained on too different "
+        f"texts, for a law of their own."
+    )
+    middle = float(np.median(tokens_M))
+    line = _line(models, lambda sizes: found.loss(sizes, np.full(len(sizes), middle)))
+    return Fit(f"{sentence} {_told(gaps, {})}", gaps, {}, line, list(fitted))
+
+
+def _told(gaps, within):
+    parts = []
+    for name, gap in gaps.items():
+        low, high = within.get(name, (None, None))
+        interval = "" if low is None else f" ({low:+.1%} to {high:+.1%})"
+        parts.append(f"{name} {gap:+.1%}{interval}")
+    return f"Above it (+) or below it (-): {', '.join(parts)}."
+
+
+def _arrays(models, names):
+    sizes = np.array([models[name].parameters for name in names], float)
+    return sizes, np.array([models[name].ranks.loss for name in names], float)
+
+
+def _line(models, loss):
+    sizes = [size.parameters for size in models.values()]
+    grid = np.geomspace(min(sizes), max(sizes), 60)
+    return grid, loss(grid)
+
+
+def _bottleneck(size):
+    ranks = size.ranks
+    effective = ranks.ranks.effective[rank.LOSSES[0]]
+    return (
+        f"{size.parameters:,} parameters, width {size.width:,}, rank {ranks.rank:,} "
+        f"where a softmax stops at {ranks.bound:,}, {effective:,} of which hold "
+        f"{1 - rank.LOSSES[0]:.1%} of it"
+    )
+
+
+def _draw_losses(models, fit):
+    figure = drawing.Figure(figsize=(6, 3.8))
+    axes = figure.subplots()
+    names = list(models)
+    sizes, losses = _arrays(models, names)
+    if len(names) < 3:
+        # Two points are an empty plane.
+        drawing.bars(axes, dict(zip(names, losses, strict=True)), "{:.3f}")
+        axes.set(xlabel="loss (nats per token)")
+        return report.Figure("sizes-loss", figure, "The loss of each model.")
+    axes.plot(sizes, losses, "o", color=drawing.BLUE, linestyle="none")
+    drawing.tag(axes, sizes, losses, names)
+    reading = "Each dot is a model. Further right is larger, lower is better."
+    if fit is not None:
+        axes.plot(*fit.line, color=drawing.GRAY, linestyle="--")
+        reading += " Dashed: the law; a dot above it does worse than its size explains."
+    axes.set(xlabel="parameters", ylabel="loss (nats per token)", xscale="log")
+    return report.Figure("sizes-loss", figure, reading)
+
+
+def _draw_ranks(models):
+    figure = drawing.Figure(figsize=(6, 3.8))
+    axes = figure.subplots()
+    shares = {
+        name: min(size.ranks.rank / size.ranks.bound, 10)
+        for name, size in models.items()
+    }
+    if len(models) < 3:
+        drawing.bars(axes, shares, "{:.2f}")
+        axes.axvline(1, color=drawing.GRAY, linestyle="--", lw=1)
+        axes.set(xlabel="rank of log P over the bound of a softmax of its width")
+        reading = "At 1 (dashed) a model uses all that its softmax can."
+        return report.Figure("sizes-rank", figure, reading)
+    widths = np.array([size.width for size in models.values()])
+    found = np.array([size.ranks.rank for size in models.values()])
+    grid = np.geomspace(widths.min(), widths.max(), 60)
+    effective = [size.ranks.ranks.effective[rank.LOSSES[0]] for size in models.values()]
+    axes.loglog(grid, grid + 2, color=drawing.GRAY, linestyle="--")
+    axes.loglog(widths, found, "o", color=drawing.BLUE, label="rank")
+    axes.loglog(widths, effective, "s", color=drawing.VERMILION, label="effective rank")
+    axes.set(xlabel="width", ylabel="rank of log P")
+    axes.legend(fontsize=drawing.SMALL, frameon=False)
+    reading = (
+        "Dots: the rank of each model's log-probabilities; dashed: where a softmax of "
+        "that width stops, so that a dot on it is at its bottleneck. Squares: how many "
+        f"directions hold {1 - rank.LOSSES[0]:.1%} of the sum of squares."
+    )
+    return report.Figure("sizes-rank", figure, reading)
