@@ -118,23 +118,31 @@ def label(axes: matplotlib.axes.Axes) -> None:
         _name(axes, name, color, (x, y), (x + 0.015, height), va="bottom")
 
 
-def bars(axes: matplotlib.axes.Axes, values: Mapping[str, float], shown: str) -> None:
-    """Lying bars from 0, one under the other, each with its name and its number.
+def bars(
+    axes: matplotlib.axes.Axes, values: Mapping[str, float], shown: str | None = None
+) -> None:
+    """Lying bars from 0, one under the other, each with its name.
 
     Args:
         axes: where.
         values: by name, the first on top.
-        shown: the format of a number, such as "{:.2f}".
+        shown: the format of a number at the end of each, such as "{:.2f}".
     """
     places = np.arange(len(values))
     drawn = axes.barh(places, list(values.values()), 0.6, color=BLUE)
-    axes.bar_label(
-        drawn, [shown.format(v) for v in values.values()], padding=3, fontsize=SMALL
-    )
+    if shown is not None:
+        numbers = [shown.format(value) for value in values.values()]
+        axes.bar_label(drawn, numbers, padding=3, fontsize=SMALL)
     axes.set_yticks(places, list(values))
     axes.set(ylim=(len(values) - 0.4, -0.6))
     axes.grid(False, axis="y")
     axes.margins(x=0.15)
+
+
+def plain(axis: matplotlib.axis.Axis) -> None:
+    """Numbers as they are on an axis of few decades, not as products of powers."""
+    axis.set_major_formatter("{x:.4g}")
+    axis.set_minor_formatter("{x:.4g}")
 
 
 def tag(

@@ -165,6 +165,7 @@ class Capture:
         activation: g, where there is no `readout` and the head is softmax(g(h W' + b)).
         parameters: how many the model has.
         trained: tokens that it was trained on.
+        family: what models of other sizes have in common with it, such as its class.
         facts: sentences on what was read, and how.
         absent: by field, why this source could not fill it.
     """
@@ -189,6 +190,7 @@ class Capture:
     activation: Activation = SOFTMAX
     parameters: int | None = None
     trained: int | None = None
+    family: str = ""
     facts: tuple[str, ...] = ()
     absent: Mapping[str, str] = dataclasses.field(default_factory=dict)
 

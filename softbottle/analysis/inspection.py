@@ -24,6 +24,7 @@ from softbottle.analysis.instruments import (
     lowrank,
     ngram,
     rank,
+    rank_section,
     saturation,
     scaling,
     sizes,
@@ -40,7 +41,9 @@ INSTRUMENTS: dict[str, Instrument] = {
     "curve": Instrument(
         curves.of_capture, curves.section, curves.ABOUT, ("validations",)
     ),
-    "rank": Instrument(rank.of_capture, rank.section, rank.ABOUT, ("tokens",)),
+    "rank": Instrument(
+        rank.of_capture, rank_section.section, rank_section.ABOUT, ("tokens",)
+    ),
     "saturation": Instrument(
         saturation.of_capture,
         saturation.compare,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from softbottle.analysis.capture import Capture
-from softbottle.analysis.report import About, Section
+from softbottle.analysis.report import About, Section, Table
 from softbottle.analysis.settings import Settings
 from softbottle.analysis.sources import opening
 from softbottle.analysis.sources.opening import REFUSALS, Source
@@ -133,7 +133,12 @@ def survey(
                 skipped[name][label] = found.reasons[name]
         errors += [f"{label}: {found.reasons[name]}" for name in found.errors]
     for name in order:
-        made.sections.extend(_written(table[name], values[name], skipped[name], errors))
+        line, found_by = table[name], values[name]
+        if 0 < len(found_by) < line.least:
+            if name in asked:
+                skipped[name] |= dict.fromkeys(found_by, "no other model is beside it")
+            found_by = {}
+        made.sections.extend(_written(line, found_by, skipped[name], errors))
         if skipped[name] and name in asked:
             made.sections.append(_skipped(name, skipped.pop(name)))
     if not any(section.figures for section in made.sections):
@@ -187,9 +192,7 @@ def _measure(table, source, label, names, settings):
 
 def _written(line, values, skipped, errors):
     """The sections of an instrument on what it measured."""
-    if len(values) < line.least:
-        if values:
-            skipped |= dict.fromkeys(values, "there is no other model beside it")
+    if not values:
         return []
     try:
         if not line.alone:
@@ -241,10 +244,21 @@ def _skipped(name, reasons):
 
 def _left_out(skipped, refused):
     """The section on models that were refused and instruments that could not run."""
-    lines = [f"{name} is refused: {reason}" for name, reason in refused.items()]
+    lines = [
+        f"{name} is refused: {reason.rstrip('.')}" for name, reason in refused.items()
+    ]
     lines += [
         f"{name} ({'; '.join(f'{key}: {reason}' for key, reason in reasons.items())})"
         for name, reasons in skipped.items()
     ]
     numbers = {"skipped": skipped} | ({"refused": refused} if refused else {})
-    return Section("Left out", f"{', '.join(lines)}.", [], numbers)
+    rows = [("all", name, f"refused: {reason}") for name, reason in refused.items()]
+    rows += [
+        (instrument, name, reason)
+        for instrument, reasons in skipped.items()
+        for name, reason in reasons.items()
+    ]
+    table = Table(("instrument", "model", "reason"), rows)
+    return Section(
+        "Left out", f"{', '.join(lines)}.", [], numbers, tables=[table], remarks=""
+    )

@@ -19,9 +19,11 @@ Writes report.html (one file, made to be looked at), report.json and a PNG per f
 Nothing is downloaded unless --hf names a model that is no folder.
 """
 
+import shlex
+import sys
 from typing import cast
 
-from softbottle.analysis import inspection, report
+from softbottle.analysis import inspection, overview, report
 from softbottle.analysis.instruments import rank
 from softbottle.analysis.settings import Precision, Settings
 from softbottle.analysis.sources import opening
@@ -97,10 +99,15 @@ def main() -> None:
     precision = cast(Precision, PRECISION.value)
     settings = Settings(ORDER.value, DIMENSIONS.value, precision)
     made = inspection.inspect(_sources(), asked, settings)
-    header = [line for facts in made.facts.values() for line in facts]
-    report.write(OUT.value, ", ".join(made.shapes), made.sections, header)
-    for line in header:
+    command = shlex.join(["softbottle", "analyze", *sys.argv[1:]])
+    header = overview.header(made, command, bool(HF.value or GGUF.value))
+    screen = overview.opening(made)
+    title = overview.title(made)
+    report.write(OUT.value, title, made.sections, header, screen)
+    for line in (*header, *screen.facts):
         print(line)
+    for name, verdict in screen.verdicts.items():
+        print(f"{name} {verdict}")
     for section in made.sections:
         print(f"{section.title}: {section.reading}")
     print(f"wrote {OUT.value}/report.html")

@@ -38,6 +38,7 @@ ABOUT = report.About(
     "and judged on states they have not seen.",
     "Where the curve is flat before its right end, the table could be narrower; where "
     "it still falls there, every dimension is in use.",
+    "Heads of limited rank",
 )
 NEAR = 0.02  # nats: losses this close to the best are called as good
 
@@ -238,8 +239,8 @@ def _knee(ranks, losses):
 
 def section(models: dict[str, LowRank]) -> report.Section:
     """Models side by side: loss against rank, and against W-error."""
-    figure = drawing.Figure(figsize=(10, 4))
-    by_rank, by_error = figure.subplots(1, 2)
+    figure, beside = (drawing.Figure(figsize=(5, 3.6)) for _ in range(2))
+    by_rank, by_error = figure.subplots(), beside.subplots()
     lines = []
     for name, curve in models.items():
         label = name if len(models) > 1 else "trained"
@@ -266,8 +267,31 @@ def section(models: dict[str, LowRank]) -> report.Section:
         "more of them would help, only a wider model can tell."
     )
     figures = [report.Figure("lowrank-loss", figure, reading)]
+    if any(np.isfinite(curve.w_error_R).any() for curve in models.values()):
+        caption = (
+            "The same losses against what the model's own table loses if it is cut to "
+            "that rank."
+        )
+        figures.append(report.Figure("lowrank-w-error", beside, caption))
     numbers = {name: curve._asdict() for name, curve in models.items()}
-    return report.Section("Heads of limited rank", " ".join(lines), figures, numbers)
+    table = report.Table(
+        ("model", "rank as good as any", "loss at best", "the model's own head"),
+        [
+            (
+                *(name, f"{curve.knee:,}", f"{curve.loss_R.min():.3f}"),
+                "–" if curve.own is None else f"{curve.own:.3f}",
+            )
+            for name, curve in models.items()
+        ],
+    )
+    return report.Section(
+        "Heads of limited rank",
+        " ".join(lines),
+        figures,
+        numbers,
+        tables=[table],
+        remarks="Losses in nats per token on states that were not trained on.",
+    )
 
 
 def of_capture(capture: Capture, settings: Settings) -> LowRank:

@@ -6,8 +6,8 @@ for N parameters and T tokens. B, beta and E are given, as Godey et al. keep the
 Hoffmann et al.; A and alpha are fitted to models large enough not to saturate, and the
 gap of a smaller one is how far its loss lies above the law.
 
-Of models that were trained on one text the last two terms are one constant C, which can
-be fitted as well where there are models enough: nothing is then given (`Power`).
+Of models that were trained on one text the last two terms are one constant, which can
+be fitted as well where there are models enough (power_law.py).
 
 Axes: M models.
 """
@@ -30,10 +30,8 @@ ABOUT = report.About(
     "The losses of models of several sizes beside the law that fits the larger ones.",
     "A small model far above the law does worse than its size explains, and a "
     "saturated output layer is one of the possible causes.",
+    "Scaling laws and gaps",
 )
-
-
-OWN = 4  # sizes, at least, that all three constants of a power law are fitted to
 
 
 class Law(NamedTuple):
@@ -57,22 +55,6 @@ class Law(NamedTuple):
     ) -> np.ndarray:
         """How far a loss lies above the law, as a share of what it predicts."""
         return real("loss", loss) / self.loss(parameters, tokens) - 1
-
-
-class Power(NamedTuple):
-    """L(N) = a / N^alpha + c, of models of N parameters trained on one text."""
-
-    a: float
-    alpha: float
-    c: float
-
-    def loss(self, parameters: ArrayLike) -> np.ndarray:
-        """The loss the law predicts."""
-        return self.a * real("parameters", parameters) ** -self.alpha + self.c
-
-    def gap(self, parameters: ArrayLike, loss: ArrayLike) -> np.ndarray:
-        """How far a loss lies above the law, as a share of what it predicts."""
-        return real("loss", loss) / self.loss(parameters) - 1
 
 
 PYTHIA = Law(119.09, 0.246)  # the fit of Godey et al. to the models from 410M up
@@ -116,77 +98,6 @@ def fit(
     if not solution.success:
         raise ValueError(f"no law fits: {solution.message}")
     return law(solution.x)
-
-
-def fit_power(parameters_M: np.ndarray, loss_M: np.ndarray) -> Power:
-    """The law with no constant given: sum (log L - log loss)^2 least over all three.
-
-    The search starts from the exponent of a grid at which a and c, both positive, fit
-    best.
-
-    Raises:
-        ValueError: if there are fewer than `OWN` sizes, or a number is not positive.
-    """
-    parameters_M, loss_M = _positive(parameters_M, loss_M)
-    if len(np.unique(parameters_M)) < OWN:
-        raise ValueError(
-            f"a law of their own needs {OWN} sizes or more, got "
-            f"{parameters_M.tolist()}."
-        )
-    # Sizes over their geometric mean: a is then of the order of the losses.
-    middle = np.exp(np.log(parameters_M).mean())
-    n_M = parameters_M / middle
-
-    def linear(alpha):
-        basis_M2 = np.stack([n_M**-alpha, np.ones_like(n_M)], axis=1) / loss_M[:, None]
-        return scipy.optimize.nnls(basis_M2, np.ones_like(n_M))
-
-    grid = np.geomspace(0.01, 3, 120)
-    start = min(grid, key=lambda alpha: linear(alpha)[1])
-    a, c = linear(start)[0]
-    solution = scipy.optimize.least_squares(
-        lambda theta: np.log((theta[0] * n_M ** -theta[1] + theta[2]) / loss_M),
-        (max(a, 1e-6), start, max(c, 1e-6)),
-        bounds=([1e-12, 1e-3, 0], [np.inf, 5, np.inf]),
-        xtol=1e-14,
-        ftol=1e-14,
-        gtol=1e-14,
-        x_scale=(1.0, 0.1, 1.0),
-    )
-    a, alpha, c = map(float, solution.x)
-    return Power(a * middle**alpha, alpha, c)
-
-
-def power_gaps(
-    law: Power,
-    fitted: tuple[np.ndarray, np.ndarray],
-    others: tuple[np.ndarray, np.ndarray],
-) -> list[tuple[float, float]]:
-    """95% intervals of the gaps of models that a law was not fitted to.
-
-    They hold the uncertainty of the three constants and the scatter of a single model
-    about the law, with r the residuals of log L, J their derivatives and j those of the
-    other model: variance |r|^2 / (M - 3) (1 + j' (J'J)^-1 j), Student's t with M - 3
-    degrees of freedom.
-
-    Args:
-        law: what `fit_power` gave.
-        fitted: parameters and losses that it was fitted to, four or more.
-        others: parameters and losses of the others.
-    """
-    spare = len(fitted[0]) - 3
-    jacobian_M3 = _slopes(law, fitted[0])
-    residual_M = np.log1p(law.gap(*fitted))
-    inverse = np.linalg.pinv(jacobian_M3.T @ jacobian_M3, rcond=1e-14)
-    slope_M3 = _slopes(law, others[0])
-    share_M = 1 + np.einsum("mi,ij,mj->m", slope_M3, inverse, slope_M3)
-    variance_M = np.square(residual_M).sum() / spare * share_M
-    reach_M = scipy.stats.t.ppf(0.975, spare) * np.sqrt(variance_M)
-    middle_M = np.log1p(law.gap(*others))
-    return [
-        (float(np.expm1(middle - reach)), float(np.expm1(middle + reach)))
-        for middle, reach in zip(middle_M, reach_M, strict=True)
-    ]
 
 
 def intervals(
@@ -289,17 +200,27 @@ def section(
     """
     predicted_M = law.loss(parameters_M, tokens_M)
     gap_M = law.gap(parameters_M, tokens_M, loss_M)
-    figure = drawing.Figure()
+    figure = drawing.Figure(figsize=(6.4, 4.0))
     axes = figure.subplots()
     axes.loglog(parameters_M, loss_M, "o", label="measured")
     axes.loglog(parameters_M, predicted_M, "_", markersize=16, label="the law")
     axes.set(xlabel="parameters", ylabel="loss (nats)")
     drawing.label(axes)
     gaps = ", ".join(f"{n} {gap:+.1%}" for n, gap in zip(names, gap_M, strict=True))
-    lines = (
+    remarks = (
         f"The law is {law.a:.4g} / N^{law.alpha:.3f} + {law.b:.4g} / T^{law.beta:.2f} "
-        f"+ {law.e:.2f}. {_provenance(fitted, within)} Above it (+) or below it (-): "
-        f"{gaps}."
+        f"+ {law.e:.2f}. {_provenance(fitted, within)}"
+    )
+    lines = f"{remarks} Above it (+) or below it (-): {gaps}."
+    columns = zip(
+        names, parameters_M, tokens_M, loss_M, predicted_M, gap_M, strict=True
+    )
+    table = report.Table(
+        ("model", "parameters", "tokens", "loss", "the law", "gap"),
+        [
+            (name, f"{n:.3g}", f"{t:.3g}", f"{loss:.3f}", f"{said:.3f}", f"{gap:+.1%}")
+            for name, n, t, loss, said, gap in columns
+        ],
     )
     reading = "A dot above its dash is a model that does worse than its size promises."
     numbers = law._asdict() | {
@@ -309,28 +230,9 @@ def section(
         "intervals of 95%": within,
     }
     figures = [report.Figure("scaling-law", figure, reading)]
-    return report.Section("Scaling law", lines, figures, numbers)
-
-
-def _positive(*arrays):
-    """Arrays [M] of positive numbers, in float64."""
-    data = [real("parameters and losses", array) for array in arrays]
-    if len({array.shape for array in data}) > 1 or not all(
-        array.ndim == 1 and np.all(array > 0) for array in data
-    ):
-        raise ValueError(
-            "a law needs a positive number of parameters and a positive loss for each "
-            f"model, got {[array.tolist() for array in data]}."
-        )
-    return data
-
-
-def _slopes(law, parameters_M):
-    """d log L / d (log a, alpha, c) at each size."""
-    parameters_M = real("parameters", parameters_M)
-    loss_M = law.loss(parameters_M)
-    share_M = law.a * parameters_M**-law.alpha / loss_M
-    return np.stack([share_M, -share_M * np.log(parameters_M), 1 / loss_M], axis=1)
+    return report.Section(
+        "Scaling law", lines, figures, numbers, tables=[table], remarks=remarks
+    )
 
 
 def _provenance(fitted, within):

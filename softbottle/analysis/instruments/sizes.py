@@ -8,7 +8,7 @@ fall behind it. Here the law is the models' own wherever there are enough of the
 with all three constants fitted to the larger half, four or more, and the gap of every
 smaller model taken from it. With fewer models, of runs whose training tokens are known,
 A and alpha alone are fitted and the rest is given (scaling.py); else there is no law.
-Losses are compared between models that read the same tokens only.
+Losses are compared between models of one architecture that read the same tokens.
 
 Axes: M models.
 """
@@ -21,7 +21,7 @@ import numpy as np
 from softbottle import drawing
 from softbottle.analysis import report
 from softbottle.analysis.capture import Capture, joined, present
-from softbottle.analysis.instruments import rank, scaling
+from softbottle.analysis.instruments import power_law, rank, saturation, scaling
 from softbottle.analysis.settings import Settings
 
 ABOUT = report.About(
@@ -29,6 +29,7 @@ ABOUT = report.About(
     "log-probabilities beside its width.",
     "A small model whose loss lies above the law of the larger ones, and whose rank is "
     "at its bound, is one that its output layer may hold back.",
+    "Scaling laws and gaps",
 )
 _ALIKE = 0.05  # by which the tokens that models were trained on may differ
 
@@ -42,6 +43,7 @@ class Size(NamedTuple):
         trained: tokens that it was trained on, or None.
         ranks: of its log-probabilities, with its loss.
         words: tells the tokens that it was read on from others.
+        family: of which it is a size.
     """
 
     parameters: int
@@ -49,6 +51,7 @@ class Size(NamedTuple):
     trained: int | None
     ranks: rank.HeadRanks
     words: str
+    family: str = ""
 
 
 class Fit(NamedTuple):
@@ -80,6 +83,7 @@ def of_capture(capture: Capture, settings: Settings, ranks: rank.HeadRanks) -> S
         capture.trained,
         ranks,
         hashlib.sha256(known).hexdigest(),
+        capture.family,
     )
 
 
@@ -90,40 +94,51 @@ def law(models: dict[str, Size]) -> Fit | str:
     tokens = [size.trained for size in models.values()]
     known = [count for count in tokens if count is not None]
     alike = len(known) < len(tokens) or max(known) <= (1 + _ALIKE) * min(known)
-    least = scaling.OWN + 1
+    least = power_law.OWN + 1
     if alike and sizes >= least:
-        return _own(models, by_size[-max(scaling.OWN, (len(by_size) + 1) // 2) :])
-    if sizes >= 3 and len(known) == len(tokens):
-        return _given(models, by_size[-max(2, len(by_size) // 2) :])
-    return (
+        return _own(models, by_size[-max(power_law.OWN, (len(by_size) + 1) // 2) :])
+    none = (
         f"There is no law: one of their own needs {least} sizes trained on one text, "
-        f"here {'is' if sizes == 1 else 'are'} {sizes}."
+        f"here {'is' if sizes == 1 else 'are'} {sizes}"
     )
+    if sizes < 3 or len(known) < len(tokens):
+        return f"{none}."
+    if not _holds(models):
+        return (
+            f"{none}, and the published constants (Hoffmann et al., 2022) give more "
+            "than these losses for the text alone."
+        )
+    return _given(models, by_size[-max(2, len(by_size) // 2) :])
 
 
 def section(models: dict[str, Size]) -> report.Section:
     """The models in the order of their sizes, with the law of those that compare."""
     models = dict(sorted(models.items(), key=lambda item: item[1].parameters))
-    groups: dict[str, dict[str, Size]] = {}
+    groups: dict[tuple[str, str], dict[str, Size]] = {}
     for name, size in models.items():
         if size.ranks.loss is not None:
-            groups.setdefault(size.words, {})[name] = size
-    largest = max(groups.values(), key=len, default={})
-    lines, fit = [], None
-    for group in groups.values():
+            groups.setdefault((size.words, size.family), {})[name] = size
+    several = {key: group for key, group in groups.items() if len(group) > 1}
+    lines, fits = [], {}
+    for key, group in several.items():
         found = law(group)
         which = f"{', '.join(group)}: " if len(groups) > 1 else ""
-        if isinstance(found, str):
-            lines.append(f"{which}{found}")
-        else:
-            lines.append(f"{which}{found.sentence}")
-            fit = found if group is largest else fit
+        lines.append(f"{which}{found if isinstance(found, str) else found.sentence}")
+        if not isinstance(found, str):
+            fits[key] = found
     if len(groups) > 1:
         lines.append(
-            "The losses of models that read other tokens than the rest are not "
-            "comparable with theirs."
+            "A law is of models of one architecture that read the same tokens; between "
+            "others losses are not comparable, or not by size."
         )
+    main = max(groups, key=lambda key: (key in fits, len(groups[key])), default=None)
+    largest = {} if main is None else groups[main]
+    fit = None if main is None else fits.get(main)
+    remarks = " ".join(lines)
+    lines += [_told(found.gaps, found.within) for found in fits.values()]
     lines += [f"{name}: {_bottleneck(size)}." for name, size in models.items()]
+    gaps = {name: gap for fit in fits.values() for name, gap in fit.gaps.items()}
+    within = {name: ends for fit in fits.values() for name, ends in fit.within.items()}
     numbers = {
         name: {
             "parameters": size.parameters,
@@ -139,18 +154,57 @@ def section(models: dict[str, Size]) -> report.Section:
         numbers["law"] = {k: v for k, v in fit._asdict().items() if k != "line"}
     figures = [_draw_losses(largest, fit)] if largest else []
     return report.Section(
-        "Models by size", " ".join(lines), [*figures, _draw_ranks(models)], numbers
+        "Models by size",
+        " ".join(lines),
+        [*figures, _draw_ranks(models)],
+        numbers,
+        tables=[_table(models, gaps, within)],
+        remarks=remarks,
+        key={name: {"gap to the law": f"{gap:+.1%}"} for name, gap in gaps.items()},
+        verdicts={
+            name: f"does {gaps[name]:.1%} worse than the law of the larger ones"
+            for name, (low, _) in within.items()
+            if low > 0
+        },
+    )
+
+
+def _table(models, gaps, within):
+    rows = []
+    for name, size in models.items():
+        gap = "–"
+        if name in gaps:
+            gap = f"{gaps[name]:+.1%}{_interval(within.get(name))}"
+        rows.append(
+            (
+                *(name, f"{size.parameters:,}", f"{size.width:,}"),
+                "–" if size.trained is None else f"{size.trained:,}",
+                "–" if size.ranks.loss is None else f"{size.ranks.loss:.3f}",
+                *(gap, f"{size.ranks.rank:,}", f"{size.ranks.bound:,}"),
+                f"{size.ranks.ranks.effective[rank.LOSSES[0]]:,}",
+            )
+        )
+    heads = ("model", "parameters", "width", "trained on (tokens)", "loss (nats)")
+    return report.Table(
+        (
+            *heads,
+            "gap to the law",
+            "rank of log P",
+            "softmax's bound",
+            "effective rank",
+        ),
+        rows,
     )
 
 
 def _own(models, fitted):
     """All constants from the models themselves."""
     chosen = _arrays(models, fitted)
-    found = scaling.fit_power(*chosen)
+    found = power_law.fit(*chosen)
     names = list(models)
     gap_M = found.gap(*_arrays(models, names))
     others = [name for name in names if name not in fitted]
-    bounds = scaling.power_gaps(found, chosen, _arrays(models, others))
+    bounds = power_law.gaps(found, chosen, _arrays(models, others))
     sentence = (
         f"The law is {found.a:.4g} / N^{found.alpha:.3f} + {found.c:.3f}, of these "
         f"models' own: all three constants are fitted, to {', '.join(fitted)}, and "
@@ -159,7 +213,7 @@ def _own(models, fitted):
     within = dict(zip(others, bounds, strict=True))
     gaps = dict(zip(names, map(float, gap_M), strict=True))
     return Fit(
-        f"{sentence} {_told(gaps, within)}",
+        sentence,
         gaps,
         within,
         _line(models, found.loss),
@@ -185,16 +239,33 @@ def _given(models, fitted):
     )
     middle = float(np.median(tokens_M))
     line = _line(models, lambda sizes: found.loss(sizes, np.full(len(sizes), middle)))
-    return Fit(f"{sentence} {_told(gaps, {})}", gaps, {}, line, list(fitted))
+    return Fit(sentence, gaps, {}, line, list(fitted))
+
+
+def _holds(models):
+    """Whether what the given constants say of the text leaves room for the size."""
+    law = scaling.PYTHIA
+    return all(
+        law.b * size.trained**-law.beta + law.e < size.ranks.loss
+        for size in models.values()
+    )
 
 
 def _told(gaps, within):
     parts = []
     for name, gap in gaps.items():
-        low, high = within.get(name, (None, None))
-        interval = "" if low is None else f" ({low:+.1%} to {high:+.1%})"
-        parts.append(f"{name} {gap:+.1%}{interval}")
-    return f"Above it (+) or below it (-): {', '.join(parts)}."
+        parts.append(f"{name} {gap:+.1%}{_interval(within.get(name))}")
+    return f"Above their law (+) or below it (-): {', '.join(parts)}."
+
+
+def _interval(ends):
+    """An interval behind a gap; too few models for one that says anything say so."""
+    if ends is None:
+        return ""
+    low, high = ends
+    if high - low > 1:
+        return " (too few models for an interval)"
+    return f" ({low:+.1%} to {high:+.1%})"
 
 
 def _arrays(models, names):
@@ -219,7 +290,7 @@ def _bottleneck(size):
 
 
 def _draw_losses(models, fit):
-    figure = drawing.Figure(figsize=(6, 3.8))
+    figure = drawing.Figure(figsize=saturation.PANEL)
     axes = figure.subplots()
     names = list(models)
     sizes, losses = _arrays(models, names)
@@ -239,7 +310,7 @@ def _draw_losses(models, fit):
 
 
 def _draw_ranks(models):
-    figure = drawing.Figure(figsize=(6, 3.8))
+    figure = drawing.Figure(figsize=saturation.PANEL)
     axes = figure.subplots()
     shares = {
         name: min(size.ranks.rank / size.ranks.bound, 10)
@@ -253,12 +324,14 @@ def _draw_ranks(models):
         return report.Figure("sizes-rank", figure, reading)
     widths = np.array([size.width for size in models.values()])
     found = np.array([size.ranks.rank for size in models.values()])
-    grid = np.geomspace(widths.min(), widths.max(), 60)
+    bounds = sorted((size.width, size.ranks.bound) for size in models.values())
     effective = [size.ranks.ranks.effective[rank.LOSSES[0]] for size in models.values()]
-    axes.loglog(grid, grid + 2, color=drawing.GRAY, linestyle="--")
+    axes.loglog(*zip(*bounds, strict=True), color=drawing.GRAY, linestyle="--")
     axes.loglog(widths, found, "o", color=drawing.BLUE, label="rank")
     axes.loglog(widths, effective, "s", color=drawing.VERMILION, label="effective rank")
     axes.set(xlabel="width", ylabel="rank of log P")
+    drawing.plain(axes.xaxis)
+    drawing.plain(axes.yaxis)
     axes.legend(fontsize=drawing.SMALL, frameon=False)
     reading = (
         "Dots: the rank of each model's log-probabilities; dashed: where a softmax of "

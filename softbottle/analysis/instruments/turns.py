@@ -13,6 +13,7 @@ positions of a text.
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import matplotlib.ticker
 import numpy as np
 
 from softbottle import drawing
@@ -26,11 +27,11 @@ ABOUT = report.About(
     "checkpoints of a training, and the step at which the first three stop falling.",
     "Where the loss turns up together with the other two, the output layer saturates: "
     "a longer training of this width will not help, a wider one or another head may.",
+    "Saturation along a training",
 )
 DRAWS = 400  # of a bootstrap
 CANDIDATES = 101  # turning points that are tried
-_SHOWN = 12  # checkpoints of a run in the table; the numbers have all
-_PANEL = (5.0, 3.4)
+_SHOWN = 12  # checkpoints in the table; the numbers have all
 _QUANTITIES = {
     "loss": "loss_M",
     "singular entropy": "entropy_M",
@@ -39,6 +40,8 @@ _QUANTITIES = {
     "effective rank of the states": "states_rank_M",
     "effective rank of the table": "table_rank_M",
 }
+_NAMED = ("loss", "singular entropy", "anisotropy")  # whose turns are looked for
+_COUNTS = ("outliers_M", "states_rank_M", "table_rank_M")
 _SMOOTH = 2  # points on either side that are averaged
 _LEAST = 9  # points of a curve, and of the stretch that is fitted
 
@@ -180,22 +183,44 @@ def section(runs: dict[str, Curves]) -> report.Section:
     figures = [
         _draw(quantity, field, runs, {name: turns[name].get(quantity) for name in runs})
         for quantity, field in _QUANTITIES.items()
-        if any(len(getattr(curves, field)) for curves in runs.values())
+        if any(len(getattr(curves, field)) > 1 for curves in runs.values())
     ]
-    table = report.Table(
+    shown = max(4, _SHOWN // len(runs))
+    points = report.Table(
         ("model", "step", *_QUANTITIES),
-        [row for name, curves in runs.items() for row in _rows(name, curves)],
+        [row for name, curves in runs.items() for row in _rows(name, curves, shown)],
     )
-    remarks = " ".join(lines)
-    title = "Saturation in training"
     return report.Section(
-        title, remarks, figures, numbers, tables=[table], verdicts=_verdicts(turns)
+        "Saturation in training",
+        " ".join(lines),
+        figures,
+        numbers,
+        tables=[_turns(runs, turns), points],
+        remarks=" ".join(lines[len(runs) :]),
+        verdicts=_verdicts(turns),
     )
+
+
+def _turns(runs, turns):
+    """Where each curve of each run turns."""
+    rows = []
+    for name, curves in runs.items():
+        few = f"{len(curves.step_M)} checkpoints are too few"
+        found = [turns[name].get(quantity) for quantity in _named(curves)]
+        rows.append((name, *(few if at is None else _at(at) for at in found)))
+    return report.Table(("model", *(f"{name} is lowest" for name in _NAMED)), rows)
+
+
+def _at(turn):
+    if not turn.turned:
+        return "no turn"
+    low, high = turn.interval
+    return f"at step {turn.step:,.0f} ({low:,.0f} to {high:,.0f})"
 
 
 def _draw(quantity, field, runs, turns):
     """One quantity of all runs by step, with the turns that were found."""
-    figure = drawing.Figure(figsize=_PANEL)
+    figure = drawing.Figure(figsize=saturation.PANEL)
     axes = figure.subplots()
     drawn = False
     for name, curves in runs.items():
@@ -211,6 +236,10 @@ def _draw(quantity, field, runs, turns):
             drawn = True
     axes.set_xscale("symlog", linthresh=1)  # there may be a step 0
     axes.set(xlabel="step", title=quantity)
+    if field in _COUNTS:
+        axes.yaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
+    if field == "outliers_M":
+        axes.set_ylim(-0.05, max(1.0, axes.get_ylim()[1]))
     if len(runs) > 1:
         drawing.label(axes)
     reading = f"{quantity[0].upper()}{quantity[1:]} by step."
@@ -219,30 +248,32 @@ def _draw(quantity, field, runs, turns):
     return report.Figure(f"training-{quantity.replace(' ', '-')}", figure, reading)
 
 
-def _rows(name, curves):
-    """The checkpoints of a run for a table: all, or `_SHOWN` of them evenly."""
+def _rows(name, curves, most):
+    """The checkpoints of a run for a table: all, or `most` of them evenly."""
     count = len(curves.step_M)
-    chosen = np.unique(np.linspace(0, count - 1, min(count, _SHOWN)).astype(int))
+    chosen = np.unique(np.linspace(0, count - 1, min(count, most)).astype(int))
     for at in chosen:
         cells = [name, f"{curves.step_M[at]:,.0f}"]
         for field in _QUANTITIES.values():
             value_M = getattr(curves, field)
-            whole = field in ("outliers_M", "states_rank_M", "table_rank_M")
-            shown = f"{value_M[at]:,.0f}" if whole and len(value_M) else "–"
-            if not whole:
-                shown = f"{value_M[at]:.3f}"
-            cells.append(shown)
+            shown = "{:,.0f}" if field in _COUNTS else "{:.3f}"
+            cells.append(shown.format(value_M[at]) if len(value_M) else "–")
         yield cells
 
 
 def _verdicts(turns):
-    """Of each run whose loss turns, that it does."""
-    return {
-        name: f"its loss stops falling at step {found['loss'].step:,.0f} and rises "
-        "after it: saturated"
-        for name, found in turns.items()
-        if "loss" in found and found["loss"].turned
-    }
+    """Of each run whose loss turns, that it does, and what turns with it."""
+    verdicts = {}
+    for name, found in turns.items():
+        turned = [quantity for quantity, at in found.items() if at.turned]
+        if "loss" in turned:
+            turned.remove("loss")
+            others = f", as its {' and '.join(turned)} do" if turned else ""
+            at = f"{found['loss'].step:,.0f}"
+            verdicts[name] = (
+                f"its loss is lowest at step {at} and rises after it{others}"
+            )
+    return verdicts
 
 
 def of_capture(capture: Capture, settings: Settings) -> Curves:
@@ -265,8 +296,7 @@ def turning(curves: Curves) -> dict[str, Turn]:
 
 
 def _named(curves):
-    names = ("loss", "singular entropy", "anisotropy")
-    return dict(zip(names, curves[1:4], strict=True))
+    return dict(zip(_NAMED, curves[1:4], strict=True))
 
 
 def _sentence(curves, turns):

@@ -138,7 +138,8 @@ def _read(source, reading, **options):
 
     found = capture(made, ids, _front(tokenizer, source.bos, ids), trace, reading)
     count = sum(parameter.numel() for parameter in model.parameters())
-    return dataclasses.replace(found, parameters=count)
+    family = type(model).__name__
+    return dataclasses.replace(found, parameters=count, family=family)
 
 
 def _loaded(auto, name, settings):

@@ -146,6 +146,7 @@ def capture(
         logits_LWHS=inner.logits_LWHS,
         parameters=count_parameters(run.params, len(table_VE)),
         trained=run.step * run.config.data.rows * run.config.data.length,
+        family=f"{run.config.head.name} on {run.config.model.backbone}",
         facts=_facts(name, run, table_VE.shape),
     )
 

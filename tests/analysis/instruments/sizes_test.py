@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from scipy import optimize
 
-from softbottle.analysis.instruments import rank, scaling, sizes
+from softbottle.analysis.instruments import power_law, rank, scaling, sizes
 
 PARAMETERS_M = np.array([7e7, 1.6e8, 4.1e8, 1e9, 1.4e9, 2.8e9, 6.9e9, 1.2e10])
-LAW = scaling.Power(119.09, 0.246, 1.9)
+LAW = power_law.Law(119.09, 0.246, 1.9)
 
 
 def make_ranks(width, loss, rank_found=None):
@@ -36,8 +36,8 @@ def family(loss_M, parameters_M=PARAMETERS_M, trained=None, words="one"):
 @pytest.mark.parametrize("alpha, c", [(0.246, 1.9), (0.1, 0.0), (0.6, 2.5)])
 def test_a_planted_law_is_recovered_with_nothing_given(alpha, c):
     a = 2.0 / 1e9**-alpha
-    truth = scaling.Power(a, alpha, c)
-    found = scaling.fit_power(PARAMETERS_M, truth.loss(PARAMETERS_M))
+    truth = power_law.Law(a, alpha, c)
+    found = power_law.fit(PARAMETERS_M, truth.loss(PARAMETERS_M))
     np.testing.assert_allclose(
         found.loss(PARAMETERS_M), truth.loss(PARAMETERS_M), rtol=1e-6
     )
@@ -49,7 +49,7 @@ def test_the_intervals_of_gaps_are_those_of_an_independent_fit():
     noise_M = np.exp(0.003 * np.random.default_rng(1).standard_normal(8))
     loss_M = LAW.loss(PARAMETERS_M) * noise_M
     fitted = PARAMETERS_M[2:], loss_M[2:]
-    law = scaling.fit_power(*fitted)
+    law = power_law.fit(*fitted)
 
     def log_loss(parameters_M, log_a, alpha, c):
         return np.log(np.exp(log_a - alpha * np.log(parameters_M)) + c)
@@ -61,7 +61,7 @@ def test_the_intervals_of_gaps_are_those_of_an_independent_fit():
         np.log(law.loss(fitted[0])), log_loss(fitted[0], *theta), rtol=1e-5
     )
     others = PARAMETERS_M[:2], loss_M[:2]
-    found = scaling.power_gaps(law, fitted, others)
+    found = power_law.gaps(law, fitted, others)
     residual_M = log_loss(fitted[0], *theta) - np.log(fitted[1])
     scatter = np.square(residual_M).sum() / 3
     for at in range(2):
@@ -111,9 +111,16 @@ def test_with_few_models_the_given_constants_are_said_or_there_is_no_law():
     assert "law" not in section.numbers
 
 
+def test_given_constants_that_cannot_hold_are_no_law():
+    parameters_M = PARAMETERS_M[:4]
+    section = sizes.section(family(np.full(4, 3.0), parameters_M, trained=150_000))
+    assert "give more than these losses for the text alone" in section.reading
+    assert "law" not in section.numbers
+
+
 def test_runs_trained_on_texts_of_other_lengths_have_no_law_of_their_own():
-    models = family(LAW.loss(PARAMETERS_M), trained=1e9)
-    models["m0"] = models["m0"]._replace(trained=2e9)
+    models = family(LAW.loss(PARAMETERS_M) + 1, trained=1e11)
+    models["m0"] = models["m0"]._replace(trained=2e11)
     assert "are given" in sizes.section(models).reading
 
 
@@ -137,12 +144,13 @@ def test_two_models_are_bars_and_more_are_points():
         assert bool(losses.patches) == bool(ranks.patches) == (not lines)
     # The bound of the widths, and each model's rank on it.
     bound, found, _ = many.figures[1].figure.axes[0].lines
-    np.testing.assert_allclose(bound.get_ydata(), bound.get_xdata() + 2)
+    assert list(bound.get_xdata()) == [8 * at for at in range(1, 9)]
+    assert list(bound.get_ydata()) == [8 * at + 1 for at in range(1, 9)]
     assert list(found.get_ydata()) == [min(8 * at + 1, 40) for at in range(1, 9)]
 
 
 def test_a_law_of_their_own_needs_four_sizes_and_positive_numbers():
     with pytest.raises(ValueError, match="4 sizes or more"):
-        scaling.fit_power([1e8, 1e8, 1e9, 2e9], [3.0, 3.0, 2.0, 2.0])
+        power_law.fit([1e8, 1e8, 1e9, 2e9], [3.0, 3.0, 2.0, 2.0])
     with pytest.raises(ValueError, match="positive"):
-        scaling.fit_power([1e8, 2e8, 1e9, 2e9], [3.0, 3.0, -2.0, 2.0])
+        power_law.fit([1e8, 2e8, 1e9, 2e9], [3.0, 3.0, -2.0, 2.0])
