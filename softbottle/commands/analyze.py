@@ -1,20 +1,13 @@
 r"""See the bottleneck in trained models, in arrays from anywhere, or in bare text.
 
-    softbottle analyze --workdir runs/quickstart \
-        --workdir runs/quickstart-softmax --out runs/report
+    softbottle analyze --workdir runs/quickstart --out runs/report
     softbottle analyze --hf NAME_OR_FOLDER --text book.txt --out report
-    softbottle analyze --gguf model.gguf --text book.txt --out report
     softbottle analyze --arrays states.npz --out report
     softbottle analyze --text german --text french --order 3 --out report
-    softbottle analyze --hf small --hf large --gguf other.gguf --workdir runs/text \
-        --text book.txt --out report
-    softbottle analyze --hf EleutherAI/pythia-70m@step1000,step64000,step143000 \
-        --text book.txt --out report
+    softbottle analyze --hf small --hf large@step64,step512 --gguf other.gguf \
+        --workdir runs/text --text book.txt --out report
 
-Models stand side by side in one report; what cannot be read is named in it with the
-reason. Revisions of one model (NAME@REVISION; of a folder, its subfolders, FOLDER@* for
-all of them) are a series over its training.
-
+Models stand side by side in one report, and one that cannot be read is named in it.
 Writes report.html (one file, made to be looked at), report.json and a PNG per figure.
 Nothing is downloaded unless --hf names a model that is no folder.
 """
@@ -35,18 +28,18 @@ WORKDIRS = flags.DEFINE_multi_string("workdir", [], "A run; give several to comp
 ARRAYS = flags.DEFINE_multi_string(
     "arrays",
     [],
-    "An .npz with hidden [N, D] and table [V, D], maybe bias and labels, and/or with "
-    "attention logits [R, L] and values [L, D], and/or with parameters, tokens and "
-    "loss [M] of trained models, maybe names and which are fitted: their scaling law.",
+    "An .npz with hidden [N, D] and table [V, D], maybe bias and labels; or attention "
+    "logits [R, L] and values [L, D]; or parameters, tokens and loss [M] of trained "
+    "models, maybe names and which are fitted: their scaling law.",
 )
 HF = flags.DEFINE_multi_string(
     "hf",
     [],
-    "A Hugging Face causal language model: a folder, or a name on the hub; @ and "
-    "revisions, or a folder's subfolders, make a series over its training.",
+    "A Hugging Face causal language model: a folder, or a name on the hub. Revisions "
+    "after @ (of a folder, subfolders, * for all) are a series over its training.",
 )
 GGUF = flags.DEFINE_multi_string(
-    "gguf", [], "A pretrained model in a GGUF file that transformers can read."
+    "gguf", [], "A model in a GGUF file that transformers can read."
 )
 TEXTS = flags.DEFINE_multi_string(
     "text",
