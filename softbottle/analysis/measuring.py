@@ -111,10 +111,14 @@ def survey(
             since all was refused.
     """
     made = Inspection([], {}, {}, {})
-    errors: list[str] = []
     values: dict[str, dict[str, Any]] = {name: {} for name in order}
     skipped: dict[str, dict[str, str]] = {name: {} for name in order}
-    for label, source in zip(opening.distinct(sources), sources, strict=True):
+    labels = opening.distinct(sources)
+    where = {
+        label: source.labels[-1] for label, source in zip(labels, sources, strict=True)
+    }
+    errors: list[str] = []
+    for label, source in zip(labels, sources, strict=True):
         chosen = choose(source)
         try:
             found = _measure(table, source, label, chosen.names, settings)
@@ -131,24 +135,28 @@ def survey(
                 values[name][label] = found.values[name]
             elif name not in chosen.quiet and not (headless and name not in asked):
                 skipped[name][label] = found.reasons[name]
-        errors += [f"{label}: {found.reasons[name]}" for name in found.errors]
+        errors += [f"{where[label]}: {found.reasons[name]}" for name in found.errors]
     for name in order:
-        line, found_by = table[name], values[name]
-        if 0 < len(found_by) < line.least:
-            if name in asked:
-                skipped[name] |= dict.fromkeys(found_by, "no other model is beside it")
-            found_by = {}
-        made.sections.extend(_written(line, found_by, skipped[name], errors))
+        drawn, refused = _written(table[name], values[name])
+        made.sections.extend(drawn)
+        errors += [f"{where[label]}: {reason}" for label, reason in refused.items()]
+        if 0 < len(values[name]) < table[name].least and name in asked:
+            refused = dict.fromkeys(values[name], "no other model is beside it")
+        skipped[name] |= refused
         if skipped[name] and name in asked:
             made.sections.append(_skipped(name, skipped.pop(name)))
-    if not any(section.figures for section in made.sections):
-        errors = [*made.refused.values(), *errors]
-        if errors:
-            raise ValueError(" ".join(errors))
+    _check_any(made, errors)
     left_out = {name: reasons for name, reasons in skipped.items() if reasons}
     if left_out or made.refused:
         made.sections.append(_left_out(left_out, made.refused))
     return made
+
+
+def _check_any(made, errors):
+    """Raise if nothing is there to be shown, and the cause is what was refused."""
+    causes = [*made.refused.values(), *errors]
+    if causes and not any(section.figures for section in made.sections):
+        raise ValueError(" ".join(causes))
 
 
 class _Found(NamedTuple):
@@ -190,23 +198,24 @@ def _measure(table, source, label, names, settings):
     return found
 
 
-def _written(line, values, skipped, errors):
-    """The sections of an instrument on what it measured."""
-    if not values:
-        return []
-    try:
-        if not line.alone:
-            return [line.section(values)._replace(about=line.about)]
-        return [
-            _own(line.section(value), label, place, len(values))._replace(
-                about=line.about
-            )
-            for place, (label, value) in enumerate(values.items())
-        ]
-    except REFUSALS as error:
-        skipped |= dict.fromkeys(values, reason_of(error))
-        errors += [f"{label}: {reason_of(error)}" for label in values]
-        return []
+def _written(line, values):
+    """The sections of an instrument on what it measured, and what they refuse."""
+    if len(values) < line.least:
+        return [], {}
+    groups = [values]
+    if line.alone:
+        groups = [{label: value} for label, value in values.items()]
+    sections, refused = [], {}
+    for place, group in enumerate(groups):
+        (label, value), *_ = group.items()
+        try:
+            section = line.section(value if line.alone else group)
+        except REFUSALS as error:
+            refused |= dict.fromkeys(group, reason_of(error))
+        else:
+            section = section._replace(about=line.about)
+            sections.append(_own(section, label, place, len(groups)))
+    return sections, refused
 
 
 def _own(section, label, place, count):

@@ -214,3 +214,15 @@ def test_models_that_read_one_text_share_its_count(monkeypatch):
     made = inspection.inspect([source("a"), source("b", read=wide)], ["ngram"])
     (title,) = made.sections[0].numbers
     assert title == "text in tokens of a, b" and counted == [1]
+
+
+def test_of_several_files_one_that_is_refused_loses_no_other(tmp_path):
+    sizes = {"parameters": np.array([1e7, 1e8, 1e9, 3e9]), "tokens": np.full(4, 3e11)}
+    for name, loss in (("good", [3.0, 2.8, 2.5, 2.4]), ("bad", [3.0, 2.8])):
+        np.savez(tmp_path / f"{name}.npz", **sizes, loss=np.array(loss))
+    paths = [tmp_path / "bad.npz", tmp_path / "good.npz"]
+    law, left_out = inspection.inspect(opening.files(paths)).sections
+    assert law.title == "Scaling law: good"
+    assert "bad: parameters, tokens and loss must be [M]" in left_out.reading
+    with pytest.raises(ValueError, match=f"{tmp_path}/bad.npz: parameters, tokens"):
+        inspection.inspect(opening.files(paths[:1]))

@@ -279,5 +279,6 @@ def _point(step, capture):
 def _labels(path, stem=False):
     """A path's last part, its last two and so on; `stem` leaves its ending out."""
     parts = [part for part in path.parts if part != path.anchor] or [str(path)]
-    longer = ["/".join(parts[-count:]) for count in range(1, len(parts) + 1)]
+    longer = ["/".join(parts[-count:]) for count in range(1, len(parts))]
+    longer.append(str(path))
     return [path.stem, *longer] if stem and path.stem != parts[-1] else longer
