@@ -23,6 +23,7 @@ import matplotlib.container
 import matplotlib.figure
 import matplotlib.lines
 import matplotlib.text
+import matplotlib.ticker
 import numpy as np
 
 from softbottle import files
@@ -42,6 +43,7 @@ HEADS = {
     "softcap": SKY,
 }
 SMALL = 9  # points, of all text but titles
+_DECADE = 12  # by which an axis may grow and have numbers between its decades
 _FEW = 6  # lines that are named at their ends
 _EDGE = 0.85  # of the width; a line that ends before it is named where it ends
 _LONG = 30  # characters, from which a name is put into the legend
@@ -140,9 +142,17 @@ def bars(
 
 
 def plain(axis: matplotlib.axis.Axis) -> None:
-    """Numbers as they are on an axis of few decades, not as products of powers."""
-    axis.set_major_formatter("{x:.4g}")
-    axis.set_minor_formatter("{x:.4g}")
+    """Numbers as they are on a logarithmic axis, not as products of powers.
+
+    Between the decades they are shown where there is little more than one of these.
+    """
+
+    def between(value, place):
+        low, high = sorted(axis.get_view_interval())
+        return f"{value:,.10g}" if high <= _DECADE * low else ""
+
+    axis.set_major_formatter("{x:,.10g}")
+    axis.set_minor_formatter(matplotlib.ticker.FuncFormatter(between))
 
 
 def tag(

@@ -8,18 +8,17 @@ import softbottle
 from softbottle.analysis import report
 from softbottle.analysis.measuring import Inspection
 
-_MANY = 3  # models from which a title counts them
+_MANY = 3  # models that a title names
 _NONE = "–"
 _VERSIONS = ("softbottle", "jax", "numpy")
 _PRETRAINED = ("torch", "transformers")
 
 
 def title(made: Inspection) -> str:
-    """The models by name, or how many there are."""
+    """The first models by name, and how many more there are."""
     names = list(made.shapes)
-    if len(names) <= _MANY:
-        return ", ".join(names)
-    return f"{len(names)} models: {', '.join(names[:_MANY])} …"
+    shown = ", ".join(names[:_MANY])
+    return shown if len(names) <= _MANY else f"{shown} and {len(names) - _MANY} more"
 
 
 def header(made: Inspection, command: str, pretrained: bool) -> list[str]:
@@ -77,6 +76,8 @@ def _table(made):
         [name, *(row[at] for at in known), *_cells(made.sections, name, columns)]
         for name, row in sizes.items()
     ]
+    # A text, or a file without a head, is no model.
+    rows = [row for row in rows if set(row[1:]) != {_NONE}]
     return report.Table(("model", *heads, *columns), rows)
 
 

@@ -179,7 +179,8 @@ def _opening(opening):
     if facts:
         facts = f"<details><summary>What was read, by model</summary>{facts}</details>"
     verdicts = f'<ul class="verdicts">{items}</ul>' if items else ""
-    return f"{_cells(opening.models)}{verdicts}{facts}"
+    models = _cells(opening.models) if opening.models.rows else ""
+    return f"{models}{verdicts}{facts}"
 
 
 def _models(opening):

@@ -218,6 +218,7 @@ def section(
                 numbers[name][f"at the width of {model}"] = error.error_D[width]
     axes.axhline(0.5, color=drawing.GRAY, linestyle=":", linewidth=1)
     axes.set(xlabel="dimensions", ylabel="W-error", ylim=(0, 1.02), xscale="log")
+    drawing.plain(axes.xaxis)
     drawing.label(axes)
     remarks = (
         "How much of the text's own next-word table the best table of a given rank "

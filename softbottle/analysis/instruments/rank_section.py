@@ -155,6 +155,7 @@ def _draw_spectra(heads):
         )
     axes.set(xlabel="index, from 1", ylabel="singular value over the largest")
     axes.set_ylim(lowest, 2)
+    drawing.plain(axes.xaxis)
     drawing.label(axes)
     reading = (
         "Dashed: the rank at which a softmax of this width stops. A cliff there is the "

@@ -205,6 +205,7 @@ def section(
     axes.loglog(parameters_M, loss_M, "o", label="measured")
     axes.loglog(parameters_M, predicted_M, "_", markersize=16, label="the law")
     axes.set(xlabel="parameters", ylabel="loss (nats)")
+    drawing.plain(axes.yaxis)
     drawing.label(axes)
     gaps = ", ".join(f"{n} {gap:+.1%}" for n, gap in zip(names, gap_M, strict=True))
     remarks = (
