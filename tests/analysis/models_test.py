@@ -89,6 +89,16 @@ def test_all_checkpoints_of_a_folder(tmp_path):
     ]
     with pytest.raises(ValueError, match="name the revisions"):
         opening.revisions("a/small@*")
+    for name in ("a/small@", "a/small@step1,,step2"):
+        with pytest.raises(ValueError, match="names no revision after the @"):
+            opening.revisions(name)
+
+
+def test_a_folder_is_called_by_its_own_name_wherever_one_stands(tmp_path, monkeypatch):
+    (tmp_path / "m").mkdir()
+    monkeypatch.chdir(tmp_path / "m")
+    sources = opening.hub([".", "a/other"], Reading("text"))
+    assert opening.distinct(sources) == ["m", "other"]
 
 
 def test_a_model_that_is_refused_is_one_line_and_loses_no_other():

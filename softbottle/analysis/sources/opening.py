@@ -142,13 +142,17 @@ def revisions(name: str) -> list[tuple[str, str | None]]:
     """Model and revision of each checkpoint that a name of the hub stands for.
 
     Raises:
-        ValueError: if `*` is asked for of a name that is no folder of models.
+        ValueError: if `*` is asked for of a name that is no folder of models, or no
+            revision is named.
     """
     model, separator, asked = name.rpartition("@")
     if not separator or not model or pathlib.Path(name).is_dir():
         return [(name, None)]
     if asked != "*":
-        return [(model, revision) for revision in asked.split(",") if revision]
+        named = asked.split(",")
+        if not all(named):
+            raise ValueError(f"{name} names no revision after the @, or an empty one.")
+        return [(model, revision) for revision in named]
     folders = pathlib.Path(model).glob("*/config.json")
     stored = sorted(folder.parent.name for folder in folders)
     stored = [revision for revision in stored if step_of(revision) is not None]
@@ -232,7 +236,7 @@ def _checkpoint(model, revision, reading):
         found = hugging_face.from_hf(model, reading, revision)
         return dataclasses.replace(found, name=name)
 
-    labels = _labels(pathlib.Path(model))
+    labels = _model_labels(model)
     if revision is not None:
         labels = [f"{label}@{revision}" for label in labels]
     return Source(labels, read, "pretrained")
@@ -264,7 +268,7 @@ def _series(model, by_step, reading):
         raise ValueError("; ".join(f"{key}: {why}" for key, why in refused.items()))
 
     steps = sorted(by_step)
-    labels = _labels(pathlib.Path(model))
+    labels = _model_labels(model)
     both = f"{labels[-1]}@{by_step[steps[0]]}..{by_step[steps[-1]]}"
     return Source([*labels, both], read, "pretrained")
 
@@ -274,6 +278,12 @@ def _point(step, capture):
     table_VE = present("table_VE", capture.table_VE)
     last_ND = present("states", capture.states)[-1]
     return Checkpoint(step, table_VE, last_ND, predictions.loss(capture))
+
+
+def _model_labels(model):
+    """Labels of a folder, or of a name on the hub."""
+    path = pathlib.Path(model)
+    return _labels(path.resolve() if path.is_dir() else path)
 
 
 def _labels(path, stem=False):
