@@ -9,6 +9,7 @@ are g(z) = cap tanh(z / cap). What else a model does to its logits is refused.
 Axes: L layers, H attention heads.
 """
 
+import dataclasses
 import pathlib
 from typing import Any, NamedTuple
 
@@ -47,12 +48,16 @@ class _Source(NamedTuple):
     facts: tuple[str, ...] = ()
 
 
-def from_hf(name: pathlib.Path | str, reading: Reading) -> Capture:
+def from_hf(
+    name: pathlib.Path | str, reading: Reading, revision: str | None = None
+) -> Capture:
     """A causal language model in the format of `transformers`.
 
     Args:
         name: a folder, or else the name of a model on the hub, which is downloaded.
         reading: how a text is read.
+        revision: of a model on the hub, a branch, tag or commit; of a folder, the
+            subfolder that holds the checkpoint. None for the model itself.
 
     Raises:
         ValueError: if a folder holds no model, transformers cannot read it, its head is
@@ -60,13 +65,19 @@ def from_hf(name: pathlib.Path | str, reading: Reading) -> Capture:
         ImportError: if PyTorch or transformers is missing.
     """
     folder = pathlib.Path(name)
-    if folder.is_dir() and not (folder / "config.json").exists():
-        raise ValueError(f"{name} holds no model: there is no config.json in it.")
-    where = {
-        "pretrained_model_name_or_path": str(name),
+    where: dict[str, Any] = {}
+    shown = folder.name if revision is None else f"{folder.name}@{revision}"
+    if folder.is_dir():
+        folder = folder / (revision or "")
+        if not (folder / "config.json").exists():
+            raise ValueError(f"{folder} holds no model: there is no config.json in it.")
+    elif revision is not None:
+        where["revision"] = revision
+    where |= {
+        "pretrained_model_name_or_path": str(folder),
         "local_files_only": folder.is_dir(),
     }
-    return _read(_Source(folder.name, where), reading, use_safetensors=True)
+    return _read(_Source(shown, where), reading, use_safetensors=True)
 
 
 def from_gguf(path: pathlib.Path | str, reading: Reading) -> Capture:
@@ -125,7 +136,10 @@ def _read(source, reading, **options):
         _check_change(source.name, change, passed)
         return _trace(passed)
 
-    return capture(made, ids, _front(tokenizer, source.bos, ids), trace, reading)
+    found = capture(made, ids, _front(tokenizer, source.bos, ids), trace, reading)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    family = type(model).__name__
+    return dataclasses.replace(found, parameters=count, family=family)
 
 
 def _loaded(auto, name, settings):
