@@ -156,6 +156,8 @@ class Capture:
         attention_rows: of an attention layer by itself.
         models: of several sizes.
         activation: g, where there is no `readout` and the head is softmax(g(h W' + b)).
+        words: of the vocabulary, in the order of the table's rows; None if they are
+            not known.
         facts: sentences on what was read, and how.
         absent: by field, why this source could not fill it.
     """
@@ -178,6 +180,7 @@ class Capture:
     attention_rows: AttentionRows | None = None
     models: Models | None = None
     activation: Activation = SOFTMAX
+    words: Sequence[str] | None = None
     facts: tuple[str, ...] = ()
     absent: Mapping[str, str] = dataclasses.field(default_factory=dict)
 

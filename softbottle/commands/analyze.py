@@ -6,6 +6,8 @@ r"""See the bottleneck in trained models, in arrays from anywhere, or in bare te
     softbottle analyze --gguf model.gguf --text book.txt --out report
     softbottle analyze --arrays states.npz --out report
     softbottle analyze --text german --text french --order 3 --out report
+    softbottle analyze --compare --workdir runs/mos --workdir runs/softmax --out report
+    softbottle analyze --compare --hf small --hf large --text book.txt --out report
 
 Writes report.html (one file, made to be looked at), report.json and a PNG per figure.
 Nothing is downloaded unless --hf names a model that is no folder.
@@ -17,7 +19,7 @@ from typing import cast
 from softbottle.analysis import inspection, report
 from softbottle.analysis.instruments import rank
 from softbottle.analysis.settings import Precision, Settings
-from softbottle.analysis.sources import hugging_face
+from softbottle.analysis.sources import hugging_face, run
 from softbottle.analysis.sources.reading import Reading
 from softbottle.cli import program
 from softbottle.cli.program import app, flags
@@ -30,11 +32,18 @@ ARRAYS = flags.DEFINE_string(
     "attention logits [R, L] and values [L, D], and/or with parameters, tokens and "
     "loss [M] of trained models, maybe names and which are fitted: their scaling law.",
 )
-HF = flags.DEFINE_string(
-    "hf", None, "A Hugging Face causal language model: a folder, or a name on the hub."
+HF = flags.DEFINE_multi_string(
+    "hf", [], "A Hugging Face causal language model: a folder, or a name on the hub."
 )
-GGUF = flags.DEFINE_string(
-    "gguf", None, "A pretrained model in a GGUF file that transformers can read."
+GGUF = flags.DEFINE_multi_string(
+    "gguf", [], "A pretrained model in a GGUF file that transformers can read."
+)
+COMPARE = flags.DEFINE_bool(
+    "compare",
+    False,
+    "How the predictions of two models differ, token by token: two of --workdir, --hf "
+    "and --gguf that have one vocabulary. Both read --text, or two runs their --split. "
+    "Further sections are those of --instruments.",
 )
 TEXTS = flags.DEFINE_multi_string(
     "text",
@@ -81,8 +90,10 @@ program.define_compilation_cache()
 
 def main() -> None:
     """Analyze what the flags say."""
-    models = [WORKDIRS.value, ARRAYS.value, HF.value, GGUF.value]
-    if sum(map(bool, models)) > 1 or not (any(models) or TEXTS.value):
+    models = [WORKDIRS.value, ARRAYS.value, *HF.value, *GGUF.value]
+    if COMPARE.value:
+        _check_pair()
+    elif sum(map(bool, models)) > 1 or not (any(models) or TEXTS.value):
         raise app.UsageError("give one of --workdir, --arrays, --hf, --gguf, or --text")
     asked = INSTRUMENTS.value or None
     if asked:
@@ -99,6 +110,8 @@ def main() -> None:
 
 
 def _sections(asked, settings):
+    if COMPARE.value:
+        return _compared(asked, settings)
     if ARRAYS.value:
         sections = inspection.of_arrays(ARRAYS.value, asked, settings)
         return pathlib.Path(ARRAYS.value).name, (), sections
@@ -118,10 +131,35 @@ def _title(paths):
 def _pretrained(asked, settings):
     if len(TEXTS.value) != 1:
         raise app.UsageError("a pretrained model needs one --text to read")
-    reading = Reading(TEXTS.value[0], POSITIONS.value, WINDOW.value, FROZEN.value)
-    if HF.value:
-        capture = hugging_face.from_hf(HF.value, reading)
-    else:
-        capture = hugging_face.from_gguf(GGUF.value, reading)
+    (capture,) = _read_pretrained()
     sections = inspection.of_pretrained(capture, asked, settings)
     return capture.name, capture.facts, sections
+
+
+def _read_pretrained():
+    """The captures of --hf and --gguf along the text."""
+    reading = Reading(TEXTS.value[0], POSITIONS.value, WINDOW.value, FROZEN.value)
+    named = [hugging_face.from_hf(name, reading) for name in HF.value]
+    return named + [hugging_face.from_gguf(path, reading) for path in GGUF.value]
+
+
+def _check_pair():
+    count = len(WORKDIRS.value) + len(HF.value) + len(GGUF.value)
+    if count != 2 or ARRAYS.value:
+        raise app.UsageError("--compare takes two of --workdir, --hf and --gguf")
+    if len(TEXTS.value) > 1 or not (TEXTS.value or len(WORKDIRS.value) == 2):
+        raise app.UsageError("--compare takes one --text, which both models read")
+
+
+def _compared(asked, settings):
+    parts = inspection.PAIR | inspection.fields(asked or ())
+    text = TEXTS.value[0] if TEXTS.value else None
+    read = SPLIT.value, POSITIONS.value, text
+    captures = [
+        run.read(folder, parts, *read, in_order=True) for folder in WORKDIRS.value
+    ]
+    if HF.value or GGUF.value:
+        captures += _read_pretrained()
+    sections = inspection.of_pair(captures, asked, settings)
+    header = [fact for capture in captures for fact in capture.facts]
+    return " and ".join(capture.name for capture in captures), header, sections

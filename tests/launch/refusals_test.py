@@ -26,6 +26,7 @@ COMMANDS = {
     "no folder": ("export.py",),
     "shown": ("evaluate.py", "--traceback"),
     "value": ("train.py", "--config", QUICKSTART, "--config.optim.name=sgdd"),
+    "pair": ("analyze.py", "--compare", "--out=report"),
 }
 
 
@@ -51,6 +52,7 @@ def refused(answer):
 
 
 REASONS = {
+    "pair": "--compare takes two of --workdir, --hf and --gguf",
     "seed": "seed must be below 2**32, got 1180591620717411303424",
     "nan": "optim.clip must be finite, got nan",
     "config": "configs/nothing.py",

@@ -9,6 +9,7 @@ are g(z) = cap tanh(z / cap). What else a model does to its logits is refused.
 Axes: L layers, H attention heads.
 """
 
+import dataclasses
 import pathlib
 from typing import Any, NamedTuple
 
@@ -125,7 +126,8 @@ def _read(source, reading, **options):
         _check_change(source.name, change, passed)
         return _trace(passed)
 
-    return capture(made, ids, _front(tokenizer, source.bos, ids), trace, reading)
+    captured = capture(made, ids, _front(tokenizer, source.bos, ids), trace, reading)
+    return dataclasses.replace(captured, words=_words(tokenizer, rows))
 
 
 def _loaded(auto, name, settings):
@@ -155,6 +157,17 @@ def _tokenizer(transformers, where):
     except Exception as error:
         return first_line(error)
     return tokenizer if len(tokenizer) > len(tokenizer.all_special_ids) else "no words"
+
+
+def _words(tokenizer, rows):
+    """What each row of the table stands for, "" if no token; None if nobody says."""
+    if isinstance(tokenizer, str):
+        return None
+    words = [""] * rows
+    for word, row in tokenizer.get_vocab().items():
+        if row < rows:
+            words[row] = word
+    return words
 
 
 def _front(tokenizer, bos, ids):

@@ -1,0 +1,218 @@
+"""The section on two models: how their predictions differ, in words and figures.
+
+What is measured, and by which formulas, is in divergence.py.
+
+Axes: N deciles, the whole text last; M quantities; J numbers k of words.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from softbottle import drawing
+from softbottle.analysis import bootstrap, report
+from softbottle.analysis.capture import Capture, present
+from softbottle.analysis.instruments import divergence
+from softbottle.analysis.instruments.divergence import Comparison
+from softbottle.analysis.settings import Settings
+from softbottle.data import frequency
+
+ABOUT = report.About(
+    "Two models read the same tokens, and at each position the distributions that "
+    "they give of the next one are compared: how far apart, which words come first, "
+    "and what each loses.",
+    "Models of equal loss that agree seldom know different things, and an ensemble or "
+    "a distillation has something to gain; where they differ by frequency says for "
+    "which words a head pays.",
+)
+_SMALLEST = 1e-9  # nats that are drawn; less is rounding
+
+
+def inspect(captures: Sequence[Capture], settings: Settings) -> report.Section:
+    """The section on two captures.
+
+    Raises:
+        ValueError: if there are not two, and as `check`.
+    """
+    if len(captures) != 2:
+        raise ValueError(f"two models are compared, not {len(captures)}.")
+    a, b = captures
+    positions = divergence.measure(a, b, settings.precision)
+    text = a.text or b.text
+    counted = positions.labels_T if text is None else text.ids
+    decile_V = frequency.deciles(counted, len(present("table_VE", a.table_VE)))
+    return section(a.name, b.name, divergence.compare(positions, decile_V))
+
+
+def section(a: str, b: str, comparison: Comparison) -> report.Section:
+    """Two models by their names: divergences, agreement and losses."""
+    count = len(comparison.positions.labels_T)
+    forward, backward, variation, first, loss_a, loss_b, gap, correlation = map(
+        comparison.whole,
+        (
+            *(divergence.FORWARD, divergence.BACKWARD, divergence.TV),
+            *(divergence.FIRST, divergence.LOSS_A, divergence.LOSS_B),
+            *(divergence.AHEAD, divergence.CORRELATION),
+        ),
+    )
+    lines = [
+        f"a is {a}, b is {b}; {count:,} positions.",
+        f"KL(a||b) is {forward.text()} nats and KL(b||a) {backward.text()}; the total "
+        f"variation is {variation.text()}.",
+        f"Both put the same word first at {first.text('.1%')} of the positions.",
+        f"Per token a loses {loss_a.text()} nats and b {loss_b.text()}: "
+        f"{_ahead(a, b, gap)}.",
+        f"Token by token their losses correlate by {correlation.text('.2f')}.",
+        bootstrap.described(count),
+    ]
+    figures = [
+        _draw_deciles(a, b, comparison),
+        _draw_positions(a, b, comparison.positions),
+        _draw_sets(a, b, comparison),
+    ]
+    numbers = _numbers(a, b, comparison)
+    return report.Section("Between two models", " ".join(lines), figures, numbers)
+
+
+def _ahead(a, b, gap):
+    """Which of them is better, if that can be told."""
+    difference = f"a less b is {gap.text('+.3f')}"
+    if not (gap.low > 0 or gap.high < 0):
+        return f"{difference}, no difference that can be told from chance"
+    return f"{difference}, so that {b if gap.value > 0 else a} is better"
+
+
+def _draw_deciles(a, b, comparison):
+    figure = drawing.Figure(figsize=(11, 3.8))
+    apart, ahead, agreement = figure.subplots(1, 3)
+    many = divergence.OVERLAP.format(10)
+    lines = {
+        apart: {
+            divergence.FORWARD: divergence.FORWARD,
+            divergence.BACKWARD: divergence.BACKWARD,
+            divergence.JS: "JS",
+        },
+        ahead: {divergence.AHEAD: "a less b"},
+        agreement: {
+            divergence.FIRST: "same first word",
+            divergence.CORRELATION: "losses,\ncorrelation",
+        },
+    }
+    if many in comparison.quantities:
+        lines[agreement][many] = "10 first words,\nin common"
+    known_N = comparison.tokens_N[:-1] > 0
+    place_N = np.arange(1, len(known_N) + 1)[known_N]
+    for axes, quantities in lines.items():
+        for quantity, label in quantities.items():
+            at = comparison.quantities.index(quantity)
+            value_N, low_N, high_N = (
+                part_NM[:-1, at][known_N]
+                for part_NM in (comparison.value_NM, *comparison[2:4])
+            )
+            reach = np.nan_to_num([value_N - low_N, high_N - value_N])
+            axes.errorbar(
+                *(place_N, value_N, reach),
+                marker=".",
+                capsize=2,
+                linewidth=1,
+                label=label,
+            )
+        axes.set(
+            xlabel="decile of the word's frequency", xlim=(0.5, len(known_N) + 0.5)
+        )
+        axes.set_xticks(np.arange(1, len(known_N) + 1))
+    ahead.axhline(0, color=drawing.GRAY, linewidth=1)
+    apart.set(title="divergence (nats)", ylim=(0, None))
+    ahead.set(title="loss of a less loss of b (nats)")
+    agreement.set(title="agreement", ylim=(None, 1))
+    for axes in (apart, agreement):
+        drawing.label(axes)
+    reading = (
+        f"a is {a}, b is {b}. By how often the word that came occurs in the text, the "
+        "most frequent first, a tenth of the tokens each. Left: how far the two "
+        "distributions are apart. Middle: above zero b predicts these words better, "
+        "below it a. Right: whether they agree. Bars: the intervals."
+    )
+    return report.Figure("compare-frequency", figure, reading)
+
+
+def _draw_positions(a, b, positions):
+    figure = drawing.Figure(figsize=(10, 4.4))
+    losses, apart = figure.subplots(1, 2)
+    most = float(max(positions.loss_a_T.max(), positions.loss_b_T.max()))
+    drawn = losses.hexbin(
+        positions.loss_a_T,
+        positions.loss_b_T,
+        gridsize=36,
+        extent=(0, most, 0, most),
+        bins="log",
+        mincnt=1,
+        cmap="Blues",
+        vmin=0.3,
+    )
+    losses.plot([0, most], [0, most], color=drawing.GRAY, linewidth=1)
+    losses.set(xlabel="loss of a (nats)", ylabel="loss of b (nats)")
+    losses.set_title("tokens by both losses")
+    figure.colorbar(drawn, ax=losses, label="tokens")
+    share_T = np.arange(1, len(positions.labels_T) + 1) / len(positions.labels_T)
+    for label, value_T in (
+        ("KL(a||b)", positions.forward_T),
+        ("KL(b||a)", positions.backward_T),
+        ("JS", positions.shannon_T),
+    ):
+        apart.plot(np.sort(np.maximum(value_T, _SMALLEST)), share_T, label=label)
+    apart.set(xscale="log", xlabel="nats", ylim=(0, 1))
+    apart.set_title("share of the positions below")
+    apart.legend(fontsize=drawing.SMALL, frameon=False, loc="upper left")
+    reading = (
+        f"a is {a}, b is {b}. Left: every token at its two losses; on the line both "
+        "lose the same, above it a predicts better. Right: the share of the positions "
+        "at which the two distributions are no farther apart than that."
+    )
+    return report.Figure("compare-positions", figure, reading)
+
+
+def _draw_sets(a, b, comparison):
+    figure = drawing.Figure(figsize=(8, 4))
+    axes = figure.subplots()
+    counts_J = comparison.positions.counts_J
+    for label, quantity in (
+        ("k first words\nin common", divergence.OVERLAP),
+        ("first of a among\nk first of b", divergence.A_IN_B),
+        ("first of b among\nk first of a", divergence.B_IN_A),
+    ):
+        names = [divergence.FIRST if k == 1 else quantity.format(k) for k in counts_J]
+        value_J, low_J, high_J = np.array([comparison.whole(name) for name in names]).T
+        (line,) = axes.plot(counts_J, value_J, marker=".", label=label)
+        axes.fill_between(counts_J, low_J, high_J, alpha=0.15, color=line.get_color())
+    axes.set(xscale="log", xlabel="k", ylabel="share", ylim=(None, 1))
+    axes.set_xticks(counts_J, [str(k) for k in counts_J])
+    axes.tick_params(which="minor", bottom=False, labelbottom=False)
+    drawing.label(axes)
+    reading = (
+        f"a is {a}, b is {b}. What the k words that each puts first have in common, "
+        "and how often one's first word is among the other's k. Shaded: the intervals."
+    )
+    return report.Figure("compare-first-words", figure, reading)
+
+
+def _numbers(a: str, b: str, comparison: Comparison) -> dict[str, Any]:
+    whole = {name: comparison.whole(name) for name in comparison.quantities}
+    return {
+        "a": a,
+        "b": b,
+        "positions": len(comparison.positions.labels_T),
+        **{name: estimate._asdict() for name, estimate in whole.items()},
+        "by decile": {
+            "tokens": comparison.tokens_N[:-1],
+            **{
+                name: {
+                    "value": comparison.value_NM[:-1, at],
+                    "low": comparison.low_NM[:-1, at],
+                    "high": comparison.high_NM[:-1, at],
+                }
+                for at, name in enumerate(comparison.quantities)
+            },
+        },
+    }
