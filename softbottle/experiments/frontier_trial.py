@@ -137,14 +137,12 @@ def measure(ended: loop.Ended) -> dict[str, Any]:
     """What a run's device and its metrics tell: time, memory and validations."""
     device, recorded = jax.local_devices()[0], metrics.read(ended.workdir)
     memory = device.memory_stats() or {}
-    step_ms = statistics.median(
-        line["step_ms"] for line in recorded if line.get("step_ms") is not None
-    )
+    median = step_ms(recorded)
     valid = [line for line in recorded if line.get("valid_loss") is not None]
     valid_loss = min(line["valid_loss"] for line in valid)
     return {
-        "seconds": round(ended.summary["steps"] * step_ms / 1e3, 3),
-        "step_ms": step_ms,
+        "seconds": round(ended.summary["steps"] * median / 1e3, 3),
+        "step_ms": median,
         "peak_bytes": memory.get("peak_bytes_in_use"),
         "valid_loss": valid_loss,
         "valid_perplexity": metrics.perplexity(valid_loss),
@@ -152,3 +150,18 @@ def measure(ended: loop.Ended) -> dict[str, Any]:
         "device": device.device_kind,
         "jax": jax.__version__,
     }
+
+
+def step_ms(recorded: list[dict[str, Any]]) -> float:
+    """The median time of a step, in ms, of a run's metrics.
+
+    Raises:
+        ValueError: if none was reported.
+    """
+    times = [line["step_ms"] for line in recorded if line.get("step_ms") is not None]
+    if not times:
+        raise ValueError(
+            "the run reported no time per step: train.log_every is larger than the "
+            "number of its steps."
+        )
+    return statistics.median(times)
