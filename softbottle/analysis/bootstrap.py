@@ -11,10 +11,10 @@ t the 97.5% quantile of Student's law with W - 1 degrees of freedom. The factor 
 make up for few windows, of which the quantiles of the draws themselves would tell too
 little. Taken for granted is that windows differ as other parts of the text would.
 
-Axes: B draws, W windows, N positions.
+Axes: B draws, W windows, N positions, M numbers.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -35,10 +35,7 @@ class Estimate(NamedTuple):
 
     def text(self, form: str = ".3f") -> str:
         """The number, with its interval where there is one, for a sentence."""
-        value, low, high = (format(number, form) for number in self)
-        if not np.isfinite(self.low):
-            return value
-        return f"{value} ({low} to {high})"
+        return f"{self.value:{form}}{between(self.low, self.high, form)}"
 
 
 class Interval(NamedTuple):
@@ -48,11 +45,16 @@ class Interval(NamedTuple):
     high: np.ndarray
 
 
+def between(low: float, high: float, form: str = ".3f") -> str:
+    """An interval for a sentence, behind what it is of; nothing if it is not known."""
+    return f" ({low:{form}} to {high:{form}})" if np.isfinite(low) else ""
+
+
 def windows(count: int) -> np.ndarray:
     """The window of each of `count` positions, [N], in their order from 0.
 
-    Windows have `LENGTH` positions, or fewer so that there are 16 of them; what is left
-    over at the end belongs to the last.
+    Windows have `LENGTH` positions, or fewer so that there are at least 16; what is
+    left over at the end belongs to the last.
     """
     length = max(1, min(LENGTH, count // _LEAST))
     last = max(count // length - 1, 0)
@@ -96,33 +98,41 @@ def interval(
 
 def of_mean(
     values_N: np.ndarray, bounds: tuple[float, float] = (-np.inf, np.inf)
-) -> Estimate:
-    """The mean over positions, in their order, and its interval."""
+) -> Interval:
+    """The interval of the mean over positions, in their order, [...] of [N, ...]."""
     window_N = windows(len(values_N))
-    sum_W, count_W = sums(values_N, window_N), np.bincount(window_N)
+    flat_NM = np.reshape(values_N, (len(values_N), -1))
+    sum_WM, count_W = sums(flat_NM, window_N), np.bincount(window_N)
 
     def mean(weight_BW):
-        return (weight_BW @ sum_W) / (weight_BW @ count_W)
+        return (weight_BW @ sum_WM) / (weight_BW @ count_W)[:, None]
 
     ends = interval(mean, len(count_W), bounds=bounds)
-    return Estimate(float(np.mean(values_N)), float(ends.low), float(ends.high))
+    return Interval(*(end_M.reshape(np.shape(values_N)[1:]) for end_M in ends))
 
 
-def described(count: int) -> str:
+def described(*counts: int) -> str:
     """The sentence that tells what the intervals of a section are.
 
     Args:
-        count: positions that were looked at.
+        counts: positions that were looked at, of each model.
     """
-    window_N = windows(count)
-    total = int(window_N[-1]) + 1
-    if total < 2:
+    cuts = [np.bincount(windows(count)) for count in counts]
+    lengths = " or ".join(map(str, sorted({int(cut[0]) for cut in cuts})))
+    return over([len(cut) for cut in cuts], f"windows of {lengths} positions")
+
+
+def over(counts: Sequence[int], what: str) -> str:
+    """The same where other things than windows are drawn.
+
+    Args:
+        counts: how many there are, of each model.
+        what: they are, in the plural.
+    """
+    told = " or ".join(f"{count:,}" for count in sorted({*counts}) if count > 1)
+    if not told:
         return "The text is too short for intervals."
-    length = int(np.sum(window_N == 0))
-    return (
-        f"Intervals hold {LEVEL:.0%}: a bootstrap over {total:,} windows of {length} "
-        "consecutive positions."
-    )
+    return f"Intervals hold {LEVEL:.0%}: a bootstrap over {told} {what}."
 
 
 def _deviation(drawn_B):

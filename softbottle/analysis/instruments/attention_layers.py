@@ -15,18 +15,18 @@ as a mean over all heads, and in full (`attention.limits`) for the heads of the 
 layer on the first stretch.
 
 Axes: L layers, W stretches, H heads, S tokens of a stretch, N = W S; R rows, one per
-head.
+head, or heads of all layers; M quantities; B draws of the bootstrap.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import matplotlib.ticker
 import numpy as np
 from scipy import special, stats
 
 from softbottle import drawing
-from softbottle.analysis import report
+from softbottle.analysis import bootstrap, report
 from softbottle.analysis.capture import Capture
 from softbottle.analysis.instruments import attention, normalizers
 from softbottle.analysis.settings import Settings
@@ -60,8 +60,10 @@ class Heads(NamedTuple):
         spread_LH: from the head of this file.
         critical_L: the first of `attention.COUNTS` whose distances are not told from
             those of random sets over all rows of a layer; 0 where each is.
+        interval_M2: both ends, over stretches, of the medians over layers and heads of
+            "spread", "inside" and "largest".
         normalised: by normaliser, "spread", "inside" and "largest" of its weights,
-            averaged over layers and heads.
+            averaged over layers and heads, and with "_interval" both ends of each.
         limits: of the middle layer's heads on the first stretch.
     """
 
@@ -73,7 +75,8 @@ class Heads(NamedTuple):
     largest_LH: np.ndarray
     spread_LH: np.ndarray
     critical_L: np.ndarray
-    normalised: dict[str, dict[str, float]]
+    interval_M2: np.ndarray
+    normalised: dict[str, dict[str, Any]]
     limits: attention.Limits
 
 
@@ -130,7 +133,8 @@ def measure(
         for logits_WHS, values_WSD in zip(logits, values, strict=True)
     ]
     middle = layers // 2
-    softmax = maps["softmax"]
+    softmax = {key: map_LWH.mean(axis=1) for key, map_LWH in maps["softmax"].items()}
+    medians = [_interval(maps["softmax"][key], np.median) for key in _COMPARED]
     return Heads(
         length,
         spans_L,
@@ -140,10 +144,8 @@ def measure(
         softmax["largest"],
         softmax["spread"],
         np.array(critical),
-        {
-            name: {key: float(measured[key].mean()) for key in _COMPARED}
-            for name, measured in maps.items()
-        },
+        np.array(medians),
+        {name: _means(measured) for name, measured in maps.items()},
         attention.survey(logits[middle][0], values[middle][0]),
     )
 
@@ -176,14 +178,10 @@ def section(models: dict[str, Heads]) -> report.Section:
                 axis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
         row[0].set_ylabel(f"{name}\nhead")
         figure.colorbar(image, ax=row)
-    lines = [
-        f"{name}: over {_lengths(heads)} a head reads like one that spreads evenly "
-        f"over {np.median(heads.spread_LH):.1%} of them (median), its largest weight "
-        f"is {np.median(heads.largest_LH):.2f}, and of its {SELECTED} largest tokens "
-        f"{np.median(heads.inside_LH):.0%} stay nearer to their sum than any other; "
-        f"picking the largest looks like picking blindly {_firsts(heads)}."
-        for name, heads in models.items()
-    ]
+    lines = [_sentence(name, heads) for name, heads in models.items()]
+    stretches = [heads.stretches for heads in models.values()]
+    if max(stretches) > 1:
+        lines.append(bootstrap.over(stretches, "stretches of text"))
     reading = (
         "Left: the share of the tokens that a head reads. Middle: how well those with "
         "the largest weights are told from the others. Right: the largest weight. The "
@@ -221,6 +219,24 @@ def _of_capture(capture):
     return measure(logits_LWHS, entering, spans_L=capture.spans_L)
 
 
+def _sentence(name, heads):
+    spread, inside, largest = (
+        bootstrap.Estimate(np.median(map_LH), *ends)
+        for map_LH, ends in zip(
+            (heads.spread_LH, heads.inside_LH, heads.largest_LH),
+            heads.interval_M2,
+            strict=True,
+        )
+    )
+    return (
+        f"{name}: over {_lengths(heads)} a head reads like one that spreads evenly "
+        f"over {spread.text('.1%')} of them (median), its largest weight is "
+        f"{largest.text('.2f')}, and of its {SELECTED} largest tokens "
+        f"{inside.text('.0%')} stay nearer to their sum than any other; picking the "
+        f"largest looks like picking blindly {_firsts(heads)}."
+    )
+
+
 def _behind(front_WPD, layer_ND):
     """States of all tokens, stretch after stretch, with those before the text."""
     dim = layer_ND.shape[1]
@@ -236,6 +252,10 @@ def _draw_normalizers(models):
             heights = [measured[key] for measured in heads.normalised.values()]
             at = np.arange(len(heights)) + width * (index - (len(models) - 1) / 2)
             axes.bar(at, heights, width, label=name)
+            ends = [
+                measured[f"{key}_interval"] for measured in heads.normalised.values()
+            ]
+            axes.vlines(at, *np.array(ends).T, color=drawing.BLACK, linewidth=1)
         axes.set_xticks(range(len(heights)), normalizers.ALL, rotation=20, ha="right")
         axes.set(title=_COMPARED[key], ylim=(0, 1))
         if key == "spread":
@@ -247,31 +267,54 @@ def _draw_normalizers(models):
     reading = (
         "The same logits under other normalisers, mean over all heads. They were "
         "trained for softmax, so this shows what a normaliser does, not how a model "
-        "trained with it would do."
+        "trained with it would do. Strokes: intervals over stretches of text."
     )
     return report.Figure("attention-normalisers", figure, reading)
 
 
 def _maps(weights, values):
-    """What the weights of each layer and head select, averaged over stretches."""
+    """What the weights of each layer, stretch and head select."""
     inside, tightness, largest, spread = [], [], [], []
     for weights_WHS, values_WSD in zip(weights, values, strict=True):
         picked = [
             attention.selection(*pair, SELECTED)
             for pair in zip(weights_WHS, values_WSD, strict=True)
         ]
-        inside.append(np.mean([selection.inside_R for selection in picked], axis=0))
-        ratios = [selection.distance_R / selection.bound_R for selection in picked]
-        tightness.append(np.mean(ratios, axis=0))
-        largest.append(weights_WHS.max(axis=-1).mean(axis=0))
+        inside.append([selection.inside_R for selection in picked])
+        tightness.append(
+            [selection.distance_R / selection.bound_R for selection in picked]
+        )
+        largest.append(weights_WHS.max(axis=-1))
         entropy_WH = special.entr(weights_WHS).sum(axis=-1)
-        spread.append((np.exp(entropy_WH) / weights_WHS.shape[-1]).mean(axis=0))
+        spread.append(np.exp(entropy_WH) / weights_WHS.shape[-1])
     return {
         "inside": np.stack(inside),
         "tightness": np.stack(tightness),
         "largest": np.stack(largest),
         "spread": np.stack(spread),
     }
+
+
+def _means(measured):
+    """Means over layers, stretches and heads, with their intervals."""
+    means = {}
+    for key in _COMPARED:
+        means[key] = float(measured[key].mean())
+        means[f"{key}_interval"] = _interval(measured[key], np.mean)
+    return means
+
+
+def _interval(map_LWH, summary):
+    """Both ends, over stretches, of a summary of the layers' and heads' means."""
+    layers, stretches, count = map_LWH.shape
+    flat_WR = np.moveaxis(map_LWH, 1, 0).reshape(stretches, layers * count)
+
+    def summarized(weight_BW):
+        mean_BR = weight_BW @ flat_WR / weight_BW.sum(axis=1, keepdims=True)
+        return summary(mean_BR, axis=1)
+
+    low, high = bootstrap.interval(summarized, stretches, bounds=(0, 1))
+    return float(low), float(high)
 
 
 def _critical(pairs, seed):

@@ -11,7 +11,7 @@ one: 0 when all r singular values are equal, log r when only one is left. A dime
 that stands far out at every position peaks at about sqrt(D - 1), since it is itself
 part of the deviation. The same along a training: turns.py.
 
-Axes: N positions, L layers.
+Axes: N positions, L layers; B draws and W windows of the bootstrap.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ import matplotlib.ticker
 import numpy as np
 
 from softbottle import drawing
-from softbottle.analysis import report
+from softbottle.analysis import bootstrap, report
 from softbottle.analysis.capture import Capture, present, real
 from softbottle.analysis.settings import Settings
 
@@ -44,12 +44,16 @@ class Head(NamedTuple):
 class Layers(NamedTuple):
     """One number for each layer, and `peak_LD` for each of its dimensions.
 
-    A layer narrower than the widest has NaN for the dimensions it lacks.
+    A layer narrower than the widest has NaN for the dimensions it lacks. `interval_L2`
+    are both ends of the anisotropy's intervals, over windows of `positions`; NaN where
+    there are too few.
     """
 
     anisotropy_L: np.ndarray
     kurtosis_L: np.ndarray
     peak_LD: np.ndarray
+    interval_L2: np.ndarray
+    positions: int
 
     @property
     def outliers_L(self) -> np.ndarray:
@@ -63,16 +67,40 @@ def anisotropy(states_ND: np.ndarray) -> float:
     Raises:
         ValueError: if there are fewer than two states, or one is zero.
     """
-    states_ND = _checked("states", states_ND)
-    norm_N = np.linalg.norm(states_ND, axis=1)
-    if len(norm_N) < 2 or not norm_N.all():
-        raise ValueError(
-            f"anisotropy needs two or more states and none of them zero, got "
-            f"{len(norm_N)} with {(norm_N == 0).sum()} of them zero."
-        )
-    total = np.sum(states_ND / norm_N[:, None], axis=0)
-    count = len(norm_N)
+    unit_ND = _unit(states_ND)
+    total, count = np.sum(unit_ND, axis=0), len(unit_ND)
     return float((total @ total - count) / (count * count - count))
+
+
+def anisotropy_interval(states_ND: np.ndarray) -> tuple[float, float]:
+    """Both ends of the interval of the anisotropy, over windows of positions.
+
+    A pair of positions in two windows has the product of the windows' weights, and one
+    within a window its weight: a window that is drawn twice is not paired with its own
+    copy, whose cosines of 1 no other text would have.
+
+    Raises:
+        ValueError: as `anisotropy`.
+    """
+    unit_ND = _unit(states_ND)
+    window_N = bootstrap.windows(len(unit_ND))
+    sum_WD, count_W = bootstrap.sums(unit_ND, window_N), np.bincount(window_N)
+    gram_WW, pairs_WW = sum_WD @ sum_WD.T, np.outer(count_W, count_W)
+
+    def weighted(weight_BW, matrix_WW):
+        across_WW = matrix_WW - np.diag(np.diag(matrix_WW))
+        within_W = np.diag(matrix_WW) - count_W
+        across_B = np.einsum("bw,bw->b", weight_BW @ across_WW, weight_BW)
+        return across_B + weight_BW @ within_W
+
+    def mean_cosine(weight_BW):
+        pairs_B = weighted(weight_BW, pairs_WW)
+        # One window of one position, drawn again and again, has no pairs.
+        pairs_B = np.where(pairs_B > 0, pairs_B, np.nan)
+        return weighted(weight_BW, gram_WW) / pairs_B
+
+    low, high = bootstrap.interval(mean_cosine, len(count_W), bounds=(-1, 1))
+    return float(low), float(high)
 
 
 def head(table_VE: np.ndarray) -> Head:
@@ -115,18 +143,19 @@ def layers(states: Sequence[np.ndarray]) -> Layers:
         )
     # One layer at a time in float64: a deep model has dozens of them.
     rows = [_layer(f"layer {at}", layer_ND) for at, layer_ND in enumerate(states)]
-    cosines, tails, peaks = zip(*rows, strict=True)
+    cosines, tails, peaks, intervals = zip(*rows, strict=True)
     peak_LD = np.full((len(rows), max(map(len, peaks))), np.nan)
     for at, peak_D in enumerate(peaks):
         peak_LD[at, : len(peak_D)] = peak_D
-    return Layers(np.array(cosines), np.array(tails), peak_LD)
+    measured = np.array(cosines), np.array(tails), peak_LD
+    return Layers(*measured, np.array(intervals), len(states[0]))
 
 
 def _layer(name, states_ND):
     states_ND = _checked(name, states_ND)
     measured = anisotropy(states_ND), kurtosis(states_ND)
     peak_D = abs(states_ND - states_ND.mean()).max(axis=0) / states_ND.std()
-    return *measured, peak_D
+    return *measured, peak_D, anisotropy_interval(states_ND)
 
 
 def section(states: dict[str, Layers], heads: dict[str, Head]) -> report.Section:
@@ -152,7 +181,7 @@ def section(states: dict[str, Layers], heads: dict[str, Head]) -> report.Section
     drawing.label(spectra)
     lines = [
         f"{name}: in its last layer two states have a cosine of "
-        f"{layers.anisotropy_L[-1]:.2f} on average, and {layers.outliers_L[-1]} of "
+        f"{_last(layers).text('.2f')} on average, and {layers.outliers_L[-1]} of "
         f"{np.isfinite(layers.peak_LD[-1]).sum()} dimensions reach {OUTLIER:.0f} "
         "deviations."
         for name, layers in states.items()
@@ -162,6 +191,9 @@ def section(states: dict[str, Layers], heads: dict[str, Head]) -> report.Section
         f"{np.log(len(sigma)):.2f}."
         for name, (sigma, entropy) in heads.items()
     ]
+    if states:
+        counts = [layers.positions for layers in states.values()]
+        lines.append(bootstrap.described(*counts))
     reading = (
         "A head whose singular values fall at once (entropy far above 0) uses few of "
         "its dimensions."
@@ -169,9 +201,9 @@ def section(states: dict[str, Layers], heads: dict[str, Head]) -> report.Section
     if deep:
         reading = (
             "Left: the mean cosine of two states by layer, the embedded words first; "
-            "near 1 all states point one way. Middle: the largest entry of a layer, "
-            f"and {OUTLIER:.0f} deviations (dotted). Right: {reading[0].lower()}"
-            f"{reading[1:]}"
+            "near 1 all states point one way; shaded: its interval. Middle: the "
+            f"largest entry of a layer, and {OUTLIER:.0f} deviations (dotted). Right: "
+            f"{reading[0].lower()}{reading[1:]}"
         )
     numbers = {
         name: layers._asdict() | {"outliers_L": layers.outliers_L}
@@ -181,9 +213,16 @@ def section(states: dict[str, Layers], heads: dict[str, Head]) -> report.Section
     return report.Section("Saturation", " ".join(lines), figures, numbers)
 
 
+def _last(layers):
+    """The anisotropy of the last layer."""
+    return bootstrap.Estimate(layers.anisotropy_L[-1], *layers.interval_L2[-1])
+
+
 def _draw_layers(panels, layers, color):
     cosines, peaks, _ = panels
     cosines.plot(layers.anisotropy_L, marker=".", color=color)
+    at_L, ends = np.arange(len(layers.anisotropy_L)), layers.interval_L2.T
+    cosines.fill_between(at_L, *ends, color=color, alpha=0.15, linewidth=0)
     peaks.semilogy(np.nanmax(layers.peak_LD, axis=1), marker=".", color=color)
     peaks.axhline(OUTLIER, color=drawing.GRAY, linestyle=":")
     cosines.set(xlabel="layer", title="anisotropy", ylim=(None, 1))
@@ -203,6 +242,18 @@ def inspect(captures: Sequence[Capture], settings: Settings) -> report.Section:
         for capture in captures
     }
     return section(states, heads)
+
+
+def _unit(states_ND):
+    """States of length 1."""
+    states_ND = _checked("states", states_ND)
+    norm_N = np.linalg.norm(states_ND, axis=1)
+    if len(norm_N) < 2 or not norm_N.all():
+        raise ValueError(
+            f"anisotropy needs two or more states and none of them zero, got "
+            f"{len(norm_N)} with {(norm_N == 0).sum()} of them zero."
+        )
+    return states_ND / norm_N[:, None]
 
 
 def _checked(name, matrix):

@@ -239,7 +239,7 @@ def test_the_section_says_which_model_is_better_and_how_sure(pair, tmp_path):
     sure = told["low"] > 0 or told["high"] < 0
     assert (f"so that {better} is better" in section.reading) == sure
     assert ("told from chance" in section.reading) != sure
-    assert "bootstrap over 16 windows of 20 consecutive" in section.reading
+    assert "bootstrap over 16 windows of 20 positions" in section.reading
     assert len(section.figures) == 3
     report.write(tmp_path, "Two models", [section])
     with pytest.raises(ValueError, match="two models are compared, not 1"):
