@@ -26,6 +26,7 @@ ABOUT = report.About(
     "a distillation has something to gain; where they differ by frequency says for "
     "which words a head pays.",
 )
+_SHIFT = 0.15  # of lines in a panel, so that their intervals stand side by side
 _SMALLEST = 1e-9  # nats that are drawn; less is rounding
 
 
@@ -42,11 +43,21 @@ def inspect(captures: Sequence[Capture], settings: Settings) -> report.Section:
     text = a.text or b.text
     counted = positions.labels_T if text is None else text.ids
     decile_V = frequency.deciles(counted, len(present("table_VE", a.table_VE)))
-    return section(a.name, b.name, divergence.compare(positions, decile_V))
+    unknown = [model.name for model in captures if model.words is None]
+    return section(a.name, b.name, divergence.compare(positions, decile_V), unknown)
 
 
-def section(a: str, b: str, comparison: Comparison) -> report.Section:
-    """Two models by their names: divergences, agreement and losses."""
+def section(
+    a: str, b: str, comparison: Comparison, unknown: Sequence[str] = ()
+) -> report.Section:
+    """Two models by their names: divergences, agreement and losses.
+
+    Args:
+        a: the name of the first.
+        b: the name of the second.
+        comparison: of their predictions.
+        unknown: names of those whose words are not known.
+    """
     count = len(comparison.positions.labels_T)
     forward, backward, variation, first, loss_a, loss_b, gap, correlation = map(
         comparison.whole,
@@ -66,6 +77,11 @@ def section(a: str, b: str, comparison: Comparison) -> report.Section:
         f"Token by token their losses correlate by {correlation.text('.2f')}.",
         bootstrap.described(count),
     ]
+    if unknown:
+        lines.append(
+            f"The words of {' and '.join(unknown)} are not known: that both have one "
+            "vocabulary was told from its size alone."
+        )
     figures = [
         _draw_deciles(a, b, comparison),
         _draw_positions(a, b, comparison.positions),
@@ -104,7 +120,7 @@ def _draw_deciles(a, b, comparison):
     known_N = comparison.tokens_N[:-1] > 0
     place_N = np.arange(1, len(known_N) + 1)[known_N]
     for axes, quantities in lines.items():
-        for quantity, label in quantities.items():
+        for shift, (quantity, label) in enumerate(quantities.items()):
             at = comparison.quantities.index(quantity)
             value_N, low_N, high_N = (
                 part_NM[:-1, at][known_N]
@@ -112,7 +128,11 @@ def _draw_deciles(a, b, comparison):
             )
             reach = np.nan_to_num([value_N - low_N, high_N - value_N])
             axes.errorbar(
-                *(place_N, value_N, reach),
+                *(
+                    place_N + _SHIFT * (shift - (len(quantities) - 1) / 2),
+                    value_N,
+                    reach,
+                ),
                 marker=".",
                 capsize=2,
                 linewidth=1,

@@ -240,6 +240,11 @@ def test_the_section_says_which_model_is_better_and_how_sure(pair, tmp_path):
     assert (f"so that {better} is better" in section.reading) == sure
     assert ("told from chance" in section.reading) != sure
     assert "bootstrap over 16 windows of 20 positions" in section.reading
+    assert "words of mixture and softmax are not known" in section.reading
+    known = dataclasses.replace(a, words=["x"] * WORDS)
+    assert "words of softmax are not known" in (
+        divergence_section.inspect([known, b], DEFAULT).reading
+    )
     assert len(section.figures) == 3
     report.write(tmp_path, "Two models", [section])
     with pytest.raises(ValueError, match="two models are compared, not 1"):
