@@ -18,7 +18,6 @@ from softbottle.analysis.instruments import (
     argmax,
     attention,
     attention_layers,
-    divergence_section,
     gradient,
     lowrank,
     ngram,
@@ -81,7 +80,6 @@ _ABSENT = {
     "models": "there are no parameters, tokens and losses of trained models",
 }
 
-PAIR = frozenset({"tokens", "text"})  # fields that a comparison of two models needs
 # By default all but the one that trains.
 PRETRAINED = ("rank", "saturation", "attention", "gradient", "argmax", "ngram")
 RUNS = ("curve", "rank", "saturation", "training", *PRETRAINED[2:])
@@ -133,38 +131,6 @@ def check(names: Sequence[str]) -> None:
         raise ValueError(f"no instrument {unknown}; there are {list(INSTRUMENTS)}.")
 
 
-def fields(names: Sequence[str]) -> set[str]:
-    """The fields of `Capture` that some instruments look at."""
-    lines = [INSTRUMENTS[name] for name in names]
-    return {field for line in lines for field in (*line.needs, *line.uses)}
-
-
-def of_pair(
-    captures: Sequence[Capture],
-    asked: Sequence[str] | None = None,
-    settings: Settings = DEFAULT,
-) -> list[Section]:
-    """Two models compared, then the sections of instruments that were asked for.
-
-    Args:
-        captures: of two models that have one vocabulary and read the same tokens, with
-            the fields `PAIR`.
-        asked: names from `INSTRUMENTS`.
-        settings: how closely.
-
-    Raises:
-        ValueError: for an unknown instrument, or if vocabularies or tokens differ.
-    """
-    names = [capture.name for capture in captures]
-    if len(set(names)) < len(names):
-        raise ValueError(f"two models need different names, got {names}.")
-    section = divergence_section.inspect(captures, settings)
-    compared = [section._replace(about=divergence_section.ABOUT)]
-    return compared + (
-        sections(captures, asked, settings, asked=asked) if asked else []
-    )
-
-
 def of_runs(
     workdirs: Sequence[pathlib.Path | str],
     asked: Sequence[str] | None = None,
@@ -190,7 +156,8 @@ def of_runs(
     folders = [pathlib.Path(workdir).resolve().name for workdir in workdirs]
     if len(set(folders)) < len(folders):
         raise ValueError(f"the runs need folders of different names, got {folders}.")
-    parts = fields(names)
+    lines = [INSTRUMENTS[name] for name in names]
+    parts = {field for line in lines for field in (*line.needs, *line.uses)}
     captures = [run.read(workdir, parts, split, positions) for workdir in workdirs]
     return sections(captures, names, settings, asked=asked or ())
 

@@ -16,10 +16,10 @@ Nothing is downloaded unless --hf names a model that is no folder.
 import pathlib
 from typing import cast
 
-from softbottle.analysis import inspection, report
+from softbottle.analysis import inspection, pair, report
 from softbottle.analysis.instruments import rank
 from softbottle.analysis.settings import Precision, Settings
-from softbottle.analysis.sources import hugging_face, run
+from softbottle.analysis.sources import hugging_face
 from softbottle.analysis.sources.reading import Reading
 from softbottle.cli import program
 from softbottle.cli.program import app, flags
@@ -38,18 +38,18 @@ HF = flags.DEFINE_multi_string(
 GGUF = flags.DEFINE_multi_string(
     "gguf", [], "A pretrained model in a GGUF file that transformers can read."
 )
+TEXTS = flags.DEFINE_multi_string(
+    "text",
+    [],
+    "What a pretrained model reads: text, or ids in a .npy file. Without a model: "
+    "files or folders whose n-grams are compared.",
+)
 COMPARE = flags.DEFINE_bool(
     "compare",
     False,
     "How the predictions of two models differ, token by token: two of --workdir, --hf "
     "and --gguf that have one vocabulary. Both read --text, or two runs their --split. "
     "Further sections are those of --instruments.",
-)
-TEXTS = flags.DEFINE_multi_string(
-    "text",
-    [],
-    "What a pretrained model reads: text, or ids in a .npy file. Without a model: "
-    "files or folders whose n-grams are compared.",
 )
 OUT = flags.DEFINE_string("out", None, "Where the report goes.", required=True)
 INSTRUMENTS = flags.DEFINE_list(
@@ -111,7 +111,7 @@ def main() -> None:
 
 def _sections(asked, settings):
     if COMPARE.value:
-        return _compared(asked, settings)
+        return _compared(asked or (), settings)
     if ARRAYS.value:
         sections = inspection.of_arrays(ARRAYS.value, asked, settings)
         return pathlib.Path(ARRAYS.value).name, (), sections
@@ -131,16 +131,13 @@ def _title(paths):
 def _pretrained(asked, settings):
     if len(TEXTS.value) != 1:
         raise app.UsageError("a pretrained model needs one --text to read")
-    (capture,) = _read_pretrained()
+    reading = Reading(TEXTS.value[0], POSITIONS.value, WINDOW.value, FROZEN.value)
+    if HF.value:
+        capture = hugging_face.from_hf(HF.value[0], reading)
+    else:
+        capture = hugging_face.from_gguf(GGUF.value[0], reading)
     sections = inspection.of_pretrained(capture, asked, settings)
     return capture.name, capture.facts, sections
-
-
-def _read_pretrained():
-    """The captures of --hf and --gguf along the text."""
-    reading = Reading(TEXTS.value[0], POSITIONS.value, WINDOW.value, FROZEN.value)
-    named = [hugging_face.from_hf(name, reading) for name in HF.value]
-    return named + [hugging_face.from_gguf(path, reading) for path in GGUF.value]
 
 
 def _check_pair():
@@ -152,14 +149,13 @@ def _check_pair():
 
 
 def _compared(asked, settings):
-    parts = inspection.PAIR | inspection.fields(asked or ())
     text = TEXTS.value[0] if TEXTS.value else None
     read = SPLIT.value, POSITIONS.value, text
-    captures = [
-        run.read(folder, parts, *read, in_order=True) for folder in WORKDIRS.value
-    ]
-    if HF.value or GGUF.value:
-        captures += _read_pretrained()
-    sections = inspection.of_pair(captures, asked, settings)
+    captures = [pair.of_run(workdir, asked, *read) for workdir in WORKDIRS.value]
+    if text is not None:
+        reading = Reading(text, POSITIONS.value, WINDOW.value, FROZEN.value)
+        captures += [hugging_face.from_hf(name, reading) for name in HF.value]
+        captures += [hugging_face.from_gguf(path, reading) for path in GGUF.value]
+    sections = pair.sections(captures, asked, settings)
     header = [fact for capture in captures for fact in capture.facts]
     return " and ".join(capture.name for capture in captures), header, sections

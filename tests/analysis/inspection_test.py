@@ -10,7 +10,7 @@ from softbottle import config
 from softbottle.analysis import capture, inspection
 from softbottle.analysis.instruments import lowrank, scaling
 from softbottle.analysis.sources import run
-from softbottle.training import metrics, state
+from softbottle.training import metrics
 from tests import commands, tiny
 
 WORDS, WIDTH = 13, 3
@@ -126,40 +126,6 @@ def test_unknown_instruments_and_equal_names_are_errors(workdirs, tmp_path):
         inspection.of_runs([tmp_path], ["rank"])
 
 
-def read_in_order(workdir, **settings):
-    return run.read(workdir, inspection.PAIR, in_order=True, **settings)
-
-
-def test_two_runs_are_compared_on_the_same_tokens(workdirs):
-    captures = [read_in_order(workdir, positions=70) for workdir in workdirs]
-    compared, ranked = inspection.of_pair(captures, ["rank"])
-    assert compared.title == "Between two models" and compared.about is not None
-    assert compared.numbers["positions"] == 70 and ranked.title == "Rank"
-    text = state.load_corpus(workdirs[0], state.load_run(workdirs[0]), "test").test
-    for one in captures:
-        np.testing.assert_array_equal(capture.joined(one.tokens).labels_T, text[1:71])
-        assert one.words[0] == "<eos>" and len(one.text.ids) == 900
-    with pytest.raises(ValueError, match="need different names"):
-        inspection.of_pair(captures[:1] * 2)
-    with pytest.raises(ValueError, match="telescope"):
-        inspection.of_pair(captures, ["telescope"])
-
-
-def test_a_run_reads_a_text_or_ids_in_the_order_of_their_words(workdirs, tmp_path):
-    words = read_in_order(workdirs[0]).words
-    ids = np.random.default_rng(3).integers(1, WORDS, 40)
-    (tmp_path / "text.txt").write_text(" ".join(words[at] for at in ids))
-    np.save(tmp_path / "ids.npy", ids)
-    for name in ("text.txt", "ids.npy"):
-        found = read_in_order(workdirs[0], text=tmp_path / name)
-        labels_T = capture.joined(found.tokens).labels_T
-        np.testing.assert_array_equal(labels_T, ids[1:])
-        np.testing.assert_array_equal(found.text.ids, ids)
-    np.save(tmp_path / "ids.npy", ids + WORDS)
-    with pytest.raises(ValueError, match=r"must lie in \[0, 13\)"):
-        read_in_order(workdirs[0], text=tmp_path / "ids.npy")
-
-
 def make_arrays(path, **changes):
     random = np.random.default_rng(0)
     arrays = {
@@ -228,22 +194,3 @@ def test_the_command_writes_the_report(workdirs, tmp_path):
     flags += [f"--out={tmp_path / 'out'}", "--positions=100"]
     assert "report.html" in commands.run("analyze.py", *flags)
     assert "Rank" in json.loads((tmp_path / "out" / "report.json").read_text())
-
-
-@pytest.mark.slow
-def test_the_command_compares_two_models_and_refuses_others(workdirs, tmp_path):
-    pair = [f"--workdir={path}" for path in workdirs]
-    out = f"--out={tmp_path / 'out'}"
-    commandlines = {
-        "pair": ["--compare", *pair, out, "--positions=100"],
-        "text": ["--compare", pair[0], "--hf=nothing", out],
-    }
-    started = {
-        name: commands.start("analyze.py", *line) for name, line in commandlines.items()
-    }
-    answers = {name: commands.finish(program) for name, program in started.items()}
-    assert "a is mos, b is softmax; 100 positions" in answers["pair"].output
-    numbers = json.loads((tmp_path / "out" / "report.json").read_text())
-    assert list(numbers) == ["Between two models"]
-    reason = "--compare takes one --text, which both models read"
-    assert answers["text"].code == 2 and reason in answers["text"].errors

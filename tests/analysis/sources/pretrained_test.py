@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from scipy import special
 
-from softbottle.analysis import inspection
+from softbottle.analysis import inspection, pair
 from softbottle.analysis.instruments import predictions
 from softbottle.analysis.sources import hugging_face
 from softbottle.analysis.sources.reading import Reading
@@ -323,7 +323,7 @@ def test_two_models_of_one_tokenizer_are_compared_and_others_refused(tmp_path):
     reading = Reading(path, 60, 12)
     a, b = (hugging_face.from_hf(tmp_path / name, reading) for name in names)
     assert list(a.words) == WORDS[:VOCAB]
-    (section,) = inspection.of_pair([a, b])
+    (section,) = pair.sections([a, b])
     assert section.numbers["positions"] == 60
     p_SV, q_SV = (
         np.concatenate(list(predictions.rows(model, "float64"))) for model in (a, b)
@@ -334,4 +334,4 @@ def test_two_models_of_one_tokenizer_are_compared_and_others_refused(tmp_path):
     assert section.numbers["loss of b"]["value"] == pytest.approx(losses.mean())
     moved = dataclasses.replace(b, words=[*WORDS[:5], "other", *WORDS[6:VOCAB]])
     with pytest.raises(ValueError, match="first word 5: 'c' and 'other'"):
-        inspection.of_pair([a, moved])
+        pair.sections([a, moved])
