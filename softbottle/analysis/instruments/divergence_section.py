@@ -26,6 +26,7 @@ ABOUT = report.About(
     "a distillation has something to gain; where they differ by frequency says for "
     "which words a head pays.",
 )
+_PANEL = (5.0, 3.6)  # inches
 _SHIFT = 0.15  # of lines in a panel, so that their intervals stand side by side
 _SMALLEST = 1e-9  # nats that are drawn; less is rounding
 
@@ -83,8 +84,9 @@ def section(
             "vocabulary was told from its size alone."
         )
     figures = [
-        _draw_deciles(a, b, comparison),
-        _draw_positions(a, b, comparison.positions),
+        *_draw_deciles(a, b, comparison),
+        _draw_losses(a, b, comparison.positions),
+        _draw_spread(comparison.positions),
         _draw_sets(a, b, comparison),
     ]
     numbers = _numbers(a, b, comparison)
@@ -100,101 +102,113 @@ def _ahead(a, b, gap):
 
 
 def _draw_deciles(a, b, comparison):
-    figure = drawing.Figure(figsize=(11, 3.8))
-    apart, ahead, agreement = figure.subplots(1, 3)
+    """Divergences, losses and agreement by frequency, a figure each."""
     many = divergence.OVERLAP.format(10)
-    lines = {
-        apart: {
-            divergence.FORWARD: divergence.FORWARD,
-            divergence.BACKWARD: divergence.BACKWARD,
-            divergence.JS: "JS",
-        },
-        ahead: {divergence.AHEAD: "a less b"},
-        agreement: {
-            divergence.FIRST: "same first word",
-            divergence.CORRELATION: "losses,\ncorrelation",
-        },
+    agreement = {
+        divergence.FIRST: "same first\nword",
+        divergence.CORRELATION: "losses,\ncorrelation",
     }
     if many in comparison.quantities:
-        lines[agreement][many] = "10 first words,\nin common"
+        agreement[many] = "10 first words\nin common"
+    apart = {
+        divergence.FORWARD: divergence.FORWARD,
+        divergence.BACKWARD: divergence.BACKWARD,
+        divergence.JS: "JS",
+    }
+    whose = f"a is {a}, b is {b}."
+    return [
+        _draw_lines(comparison, "divergence", "divergence (nats)", apart, whose),
+        _draw_lines(
+            *(comparison, "losses", "loss of a less loss of b (nats)"),
+            {divergence.AHEAD: None},
+            f"{whose} Above zero b predicts these words better, below it a.",
+        ),
+        _draw_lines(comparison, "agreement", "agreement", agreement, whose),
+    ]
+
+
+def _draw_lines(comparison, name, title, lines, reading):
+    """Quantities by decile, with their intervals."""
+    figure = drawing.Figure(figsize=_PANEL)
+    axes = figure.subplots()
     known_N = comparison.tokens_N[:-1] > 0
-    place_N = np.arange(1, len(known_N) + 1)[known_N]
-    for axes, quantities in lines.items():
-        for shift, (quantity, label) in enumerate(quantities.items()):
-            at = comparison.quantities.index(quantity)
-            value_N, low_N, high_N = (
-                part_NM[:-1, at][known_N]
-                for part_NM in (comparison.value_NM, *comparison[2:4])
-            )
-            reach = np.nan_to_num([value_N - low_N, high_N - value_N])
-            axes.errorbar(
-                *(
-                    place_N + _SHIFT * (shift - (len(quantities) - 1) / 2),
-                    value_N,
-                    reach,
-                ),
-                marker=".",
-                capsize=2,
-                linewidth=1,
-                label=label,
-            )
-        axes.set(
-            xlabel="decile of the word's frequency", xlim=(0.5, len(known_N) + 0.5)
+    place_N = np.arange(1, len(known_N) + 1)
+    for shift, (quantity, label) in enumerate(lines.items()):
+        at = comparison.quantities.index(quantity)
+        value_N, low_N, high_N = (
+            part_NM[:-1, at][known_N]
+            for part_NM in (comparison.value_NM, comparison.low_NM, comparison.high_NM)
         )
-        axes.set_xticks(np.arange(1, len(known_N) + 1))
-    ahead.axhline(0, color=drawing.GRAY, linewidth=1)
-    apart.set(title="divergence (nats)", ylim=(0, None))
-    ahead.set(title="loss of a less loss of b (nats)")
-    agreement.set(title="agreement", ylim=(None, 1))
-    for axes in (apart, agreement):
+        axes.errorbar(
+            place_N[known_N] + _SHIFT * (shift - (len(lines) - 1) / 2),
+            value_N,
+            np.nan_to_num([value_N - low_N, high_N - value_N]),
+            marker=".",
+            capsize=2,
+            linewidth=1,
+            label=label,
+        )
+    axes.set_xticks(place_N)
+    axes.set(xlabel="decile of the word's frequency", title=title)
+    axes.set_xlim(0.5, len(place_N) + 0.5)
+    if name == "losses":
+        axes.axhline(0, color=drawing.GRAY, linewidth=1)
+    else:
         drawing.label(axes)
     reading = (
-        f"a is {a}, b is {b}. By how often the word that came occurs in the text, the "
-        "most frequent first, a tenth of the tokens each. Left: how far the two "
-        "distributions are apart. Middle: above zero b predicts these words better, "
-        "below it a. Right: whether they agree. Bars: the intervals."
+        f"{reading} By how often the word that came occurs in the text, the most "
+        "frequent first, a tenth of the tokens each; strokes: the intervals."
     )
-    return report.Figure("compare-frequency", figure, reading)
+    return report.Figure(f"compare-{name}-frequency", figure, reading)
 
 
-def _draw_positions(a, b, positions):
-    figure = drawing.Figure(figsize=(10, 4.4))
-    losses, apart = figure.subplots(1, 2)
+def _draw_losses(a, b, positions):
+    figure = drawing.Figure(figsize=_PANEL)
+    axes = figure.subplots()
     most = float(max(positions.loss_a_T.max(), positions.loss_b_T.max()))
-    drawn = losses.hexbin(
+    drawn = axes.hexbin(
         positions.loss_a_T,
         positions.loss_b_T,
-        gridsize=36,
+        gridsize=30,
         extent=(0, most, 0, most),
         bins="log",
         mincnt=1,
         cmap="Blues",
         vmin=0.3,
     )
-    losses.plot([0, most], [0, most], color=drawing.GRAY, linewidth=1)
-    losses.set(xlabel="loss of a (nats)", ylabel="loss of b (nats)")
-    losses.set_title("tokens by both losses")
-    figure.colorbar(drawn, ax=losses, label="tokens")
+    axes.plot([0, most], [0, most], color=drawing.GRAY, linewidth=1)
+    axes.set(xlabel="loss of a (nats)", ylabel="loss of b (nats)")
+    axes.set_title("tokens by both losses")
+    figure.colorbar(drawn, ax=axes, label="tokens")
+    reading = (
+        f"a is {a}, b is {b}. On the line both lose the same, above it a predicts "
+        "better."
+    )
+    return report.Figure("compare-losses", figure, reading)
+
+
+def _draw_spread(positions):
+    figure = drawing.Figure(figsize=_PANEL)
+    axes = figure.subplots()
     share_T = np.arange(1, len(positions.labels_T) + 1) / len(positions.labels_T)
     for label, value_T in (
         ("KL(a||b)", positions.forward_T),
         ("KL(b||a)", positions.backward_T),
         ("JS", positions.shannon_T),
     ):
-        apart.plot(np.sort(np.maximum(value_T, _SMALLEST)), share_T, label=label)
-    apart.set(xscale="log", xlabel="nats", ylim=(0, 1))
-    apart.set_title("share of the positions below")
-    apart.legend(fontsize=drawing.SMALL, frameon=False, loc="upper left")
+        axes.plot(np.sort(np.maximum(value_T, _SMALLEST)), share_T, label=label)
+    axes.set(xscale="log", xlabel="nats", ylim=(0, 1))
+    axes.set_title("share of the positions below")
+    axes.legend(fontsize=drawing.SMALL, frameon=False, loc="upper left")
     reading = (
-        f"a is {a}, b is {b}. Left: every token at its two losses; on the line both "
-        "lose the same, above it a predicts better. Right: the share of the positions "
-        "at which the two distributions are no farther apart than that."
+        "The share of the positions at which the two distributions are no farther "
+        "apart than that."
     )
-    return report.Figure("compare-positions", figure, reading)
+    return report.Figure("compare-divergences", figure, reading)
 
 
 def _draw_sets(a, b, comparison):
-    figure = drawing.Figure(figsize=(8, 4))
+    figure = drawing.Figure(figsize=_PANEL)
     axes = figure.subplots()
     counts_J = comparison.positions.counts_J
     for label, quantity in (
@@ -206,7 +220,8 @@ def _draw_sets(a, b, comparison):
         value_J, low_J, high_J = np.array([comparison.whole(name) for name in names]).T
         (line,) = axes.plot(counts_J, value_J, marker=".", label=label)
         axes.fill_between(counts_J, low_J, high_J, alpha=0.15, color=line.get_color())
-    axes.set(xscale="log", xlabel="k", ylabel="share", ylim=(None, 1))
+    axes.set(xscale="log", xlabel="k", title="share of the positions, or of k words")
+    axes.set_ylim(None, 1)
     axes.set_xticks(counts_J, [str(k) for k in counts_J])
     axes.tick_params(which="minor", bottom=False, labelbottom=False)
     drawing.label(axes)

@@ -245,7 +245,8 @@ def test_the_section_says_which_model_is_better_and_how_sure(pair, tmp_path):
     assert "words of softmax are not known" in (
         divergence_section.inspect([known, b], DEFAULT).reading
     )
-    assert len(section.figures) == 3
+    names = [figure.name for figure in section.figures]
+    assert len(names) == 6 and all(name.startswith("compare-") for name in names)
     report.write(tmp_path, "Two models", [section])
     with pytest.raises(ValueError, match="two models are compared, not 1"):
         divergence_section.inspect([a], DEFAULT)
