@@ -30,6 +30,7 @@ def workdirs(tmp_path_factory):
     return [folder / "mos", folder / "softmax"]
 
 
+@pytest.mark.slow
 def test_two_runs_are_compared_on_the_same_tokens(workdirs):
     captures = [pair.of_run(workdir, ["rank"], positions=70) for workdir in workdirs]
     compared, ranked = pair.sections(captures, ["rank"])

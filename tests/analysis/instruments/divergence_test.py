@@ -229,6 +229,7 @@ def test_models_that_cannot_be_compared_are_refused_in_a_line(change, message):
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.slow
 def test_the_section_says_which_model_is_better_and_how_sure(pair, tmp_path):
     a, b, positions, expected = pair
     section = divergence_section.inspect([a, b], DEFAULT)
