@@ -174,11 +174,9 @@ class _Found(NamedTuple):
 
 def _measure(table, source, label, names, settings):
     """Read a source and let the instruments measure it; nothing else stays of it."""
-    chosen = {*names, *(table[name].after for name in names)}
-    lines = {name: line for name, line in table.items() if name in chosen}
-    fields = {field for line in lines.values() for field in (*line.needs, *line.uses)}
-    capture = source.read(label, fields)
-    found = _Found(_shape(capture), capture.facts, {}, {}, [])
+    lines = _chosen(table, names)
+    capture = source.read(label, fields(table, names))
+    found = _Found(shape_of(capture), capture.facts, {}, {}, [])
     # Other checkpoints are read last, when the arrays of this one are let go.
     for name, line in sorted(lines.items(), key=lambda item: _SERIES in item[1].needs):
         if line.needs == (_SERIES,):
@@ -233,7 +231,20 @@ def reason_of(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def _shape(capture):
+def fields(table: Mapping[str, Instrument], names: Sequence[str]) -> set[str]:
+    """Fields of `Capture` that some instruments look at."""
+    lines = _chosen(table, names).values()
+    return {field for line in lines for field in (*line.needs, *line.uses)}
+
+
+def _chosen(table, names):
+    """Lines of the table, with those that others come after, in its order."""
+    chosen = {*names, *(table[name].after for name in names)}
+    return {name: line for name, line in table.items() if name in chosen}
+
+
+def shape_of(capture: Capture) -> Shape:
+    """How large the model of a capture is."""
     table_VE = capture.table_VE
     vocab, width = (None, None) if table_VE is None else table_VE.shape
     return Shape(capture.parameters, width, vocab)

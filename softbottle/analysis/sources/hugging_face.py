@@ -138,8 +138,12 @@ def _read(source, reading, **options):
 
     found = capture(made, ids, _front(tokenizer, source.bos, ids), trace, reading)
     count = sum(parameter.numel() for parameter in model.parameters())
-    family = type(model).__name__
-    return dataclasses.replace(found, parameters=count, family=family)
+    return dataclasses.replace(
+        found,
+        parameters=count,
+        family=type(model).__name__,
+        words=_words(tokenizer, rows),
+    )
 
 
 def _loaded(auto, name, settings):
@@ -169,6 +173,17 @@ def _tokenizer(transformers, where):
     except Exception as error:
         return first_line(error)
     return tokenizer if len(tokenizer) > len(tokenizer.all_special_ids) else "no words"
+
+
+def _words(tokenizer, rows):
+    """What each row of the table stands for, "" if no token; None if nobody says."""
+    if isinstance(tokenizer, str):
+        return None
+    words = [""] * rows
+    for word, row in tokenizer.get_vocab().items():
+        if row < rows:
+            words[row] = word
+    return words
 
 
 def _front(tokenizer, bos, ids):
