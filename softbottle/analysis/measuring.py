@@ -178,7 +178,7 @@ def _measure(table, source, label, names, settings):
     lines = {name: line for name, line in table.items() if name in chosen}
     fields = {field for line in lines.values() for field in (*line.needs, *line.uses)}
     capture = source.read(label, fields)
-    found = _Found(_shape(capture), capture.facts, {}, {}, [])
+    found = _Found(shape_of(capture), capture.facts, {}, {}, [])
     # Other checkpoints are read last, when the arrays of this one are let go.
     for name, line in sorted(lines.items(), key=lambda item: _SERIES in item[1].needs):
         if line.needs == (_SERIES,):
@@ -233,7 +233,8 @@ def reason_of(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def _shape(capture):
+def shape_of(capture: Capture) -> Shape:
+    """How large the model of a capture is."""
     table_VE = capture.table_VE
     vocab, width = (None, None) if table_VE is None else table_VE.shape
     return Shape(capture.parameters, width, vocab)
