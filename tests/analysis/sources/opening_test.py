@@ -48,6 +48,7 @@ def test_a_hub_model_s_revision_is_what_transformers_is_asked_for(
 
 
 @needs_torch
+@pytest.mark.slow
 def test_checkpoints_of_a_folder_are_a_series_and_one_may_be_damaged(tmp_path):
     models = make_checkpoints(tmp_path / "m", (10, 20, 30))
     damaged = tmp_path / "m" / "checkpoint-20" / "model.safetensors"
