@@ -84,7 +84,8 @@ def _table(made):
 def _cells(sections, name, columns):
     merged: dict[str, str] = {}
     for section in sections:
-        merged |= section.key.get(name, {})
+        # The first that has a column fills it: a comparison's loss has its interval.
+        merged = {**section.key.get(name, {}), **merged}
     return [merged.get(column, _NONE) for column in columns]
 
 

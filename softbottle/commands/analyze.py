@@ -53,8 +53,8 @@ TEXTS = flags.DEFINE_multi_string(
 COMPARE = flags.DEFINE_bool(
     "compare",
     False,
-    "How the predictions of two models differ (--workdir, --hf or --gguf): both read "
-    "--text, or two runs their --split. Other sections: --instruments.",
+    "How the predictions of two models differ, which read one --text, or two runs "
+    "their --split. Further sections are those of --instruments.",
 )
 OUT = flags.DEFINE_string("out", None, "Where the report goes.", required=True)
 INSTRUMENTS = flags.DEFINE_list(

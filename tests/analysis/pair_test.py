@@ -51,14 +51,15 @@ def test_two_runs_are_compared_on_the_same_tokens(workdirs):
 
 @pytest.mark.slow
 def test_a_report_on_two_models_opens_as_others_do(workdirs):
-    made = pair.inspect(opening.runs(workdirs, positions=70, in_order=True))
+    sources = opening.runs(workdirs, positions=70, in_order=True)
+    made = pair.inspect(sources, ["rank"])
     numbers = made.sections[0].numbers
     screen = overview.opening(made)
     heads, rows = screen.models
     rows = {row[0]: dict(zip(heads, row, strict=True)) for row in rows}
     for name, model in (("mos", "a"), ("softmax", "b")):
         loss = numbers[f"loss of {model}"]["value"]
-        shown = rows[name]["loss on the same tokens (nats)"]
+        shown = rows[name]["loss (nats)"]
         assert shown.startswith(f"{loss:.3f} (") and rows[name]["width"] == str(WIDTH)
     assert "put the same word first" in screen.verdicts["mos and softmax"]
     (shared, command, _) = overview.header(made, "softbottle analyze", False)

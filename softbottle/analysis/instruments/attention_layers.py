@@ -313,11 +313,14 @@ def _draw_normalizers(models):
             ]
             axes.vlines(at, *np.array(ends).T, color=drawing.BLACK, linewidth=1)
         axes.set_xticks(range(len(heights)), normalizers.ALL, rotation=20, ha="right")
-        axes.set(title=title, ylim=(0, 1))
+        # Above the bars, which end at 1, there is room for the models' names.
+        top = 1.3 if len(models) > 1 else 1
+        axes.set(title=title, ylim=(0, top))
         if key == "spread":
             # From one token to all of them.
             longest = max(heads.length for heads in models.values())
-            axes.set(yscale="log", ylim=(0.5 / longest, 1))
+            axes.set(yscale="log", ylim=(0.5 / longest, 3 if len(models) > 1 else 1))
+            drawing.plain(axes.yaxis)
         if len(models) > 1:
             drawing.label(axes)
         reading = "The same logits under other normalisers, mean over all heads."

@@ -27,9 +27,10 @@ ABOUT = report.About(
     "which words a head pays.",
     "How far two models are apart",
 )
-_LOSS = "loss on the same tokens (nats)"
+_LOSS = "loss (nats)"  # a column of the table of models
 _PANEL = (5.0, 3.6)  # inches
 _SHIFT = 0.15  # of lines in a panel, so that their intervals stand side by side
+_SMALLEST_SIDE = 0.01  # nats, of a plane of losses that are all alike
 _SMALLEST = 1e-9  # nats that are drawn; less is rounding
 
 
@@ -218,21 +219,24 @@ def _draw_lines(comparison, name, title, lines, reading):
 def _draw_losses(a, b, positions):
     figure = drawing.Figure(figsize=_PANEL)
     axes = figure.subplots()
-    most = float(max(positions.loss_a_T.max(), positions.loss_b_T.max()))
+    losses_2T = np.stack([positions.loss_a_T, positions.loss_b_T])
+    least = float(losses_2T.min())
+    most = max(float(losses_2T.max()), least + _SMALLEST_SIDE)
     drawn = axes.hexbin(
         positions.loss_a_T,
         positions.loss_b_T,
         gridsize=30,
-        extent=(0, most, 0, most),
+        extent=(least, most, least, most),
         bins="log",
         mincnt=1,
         cmap="Blues",
         vmin=0.3,
     )
-    axes.plot([0, most], [0, most], color=drawing.GRAY, linewidth=1)
+    axes.plot([least, most], [least, most], color=drawing.GRAY, linewidth=1)
     axes.set(xlabel="loss of a (nats)", ylabel="loss of b (nats)")
     axes.set_title("tokens by both losses")
-    figure.colorbar(drawn, ax=axes, label="tokens")
+    scale = figure.colorbar(drawn, ax=axes, label="tokens")
+    drawing.plain(scale.ax.yaxis)
     reading = (
         f"a is {a}, b is {b}. On the line both lose the same, above it a predicts "
         "better."
@@ -251,6 +255,7 @@ def _draw_spread(positions):
     ):
         axes.plot(np.sort(np.maximum(value_T, _SMALLEST)), share_T, label=label)
     axes.set(xscale="log", xlabel="nats", ylim=(0, 1))
+    drawing.plain(axes.xaxis)
     axes.set_title("share of the positions below")
     axes.legend(fontsize=drawing.SMALL, frameon=False, loc="upper left")
     reading = (

@@ -209,7 +209,7 @@ def _draw(heads):
         drawing.bars(axes, {name: head.kept for name, head in heads.items()})
         for place, head in enumerate(heads.values()):
             axes.plot([head.chance] * 2, [place - 0.3, place + 0.3], color="black")
-            axes.hlines(place, *head.interval, color=drawing.GRAY)
+            axes.hlines(place, *head.interval, color=drawing.BLACK, linewidth=1)
         axes.set(xlabel="norm kept", xlim=(0, None))
         reading = (
             "Bars: the share of the gradient's norm that the head passes on, lines on "
@@ -225,6 +225,7 @@ def _draw(heads):
             ranks, shares = zip(*sorted(head.by_rank.items()), strict=True)
             axes.plot(ranks, shares, "-", color=color)
     axes.set(xlabel="width of the head", ylabel="norm kept", ylim=(0, 1), xscale="log")
+    drawing.plain(axes.xaxis)
     drawing.label(axes)
     reading = (
         "Dots: the share of the gradient's norm that the head passes on, and its "

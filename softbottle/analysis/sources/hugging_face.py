@@ -298,7 +298,7 @@ def _measured(model, name, change):
 def _fact(model, made, version):
     size, width = made.table_VD.shape
     layers = getattr(model.config.get_text_config(), "num_hidden_layers", None)
-    depth = f"{layers} layers, " if layers else ""
+    depth = f"{layers} {'layer' if layers == 1 else 'layers'}, " if layers else ""
     return (
         f"Model: {made.name}, {type(model).__name__} of {version}, {depth}width "
         f"{width:,}, {size:,} tokens, {'no' if made.bias_V is None else 'with an'} "
