@@ -208,7 +208,8 @@ def compare(positions: Positions, decile_V: np.ndarray) -> Comparison:
     bounds = np.array([_BOUNDS.get(name, (0.0, 1.0)) for name in quantities]).T
     return Comparison(
         quantities,
-        means(np.ones((1, len(count_WN))))[0],
+        # Of two tokens the correlation is 1, and rounding may lift it above.
+        np.clip(means(np.ones((1, len(count_WN))))[0], *bounds),
         np.clip(ends.low, *bounds),
         np.clip(ends.high, *bounds),
         inside_TN.sum(axis=0),

@@ -193,6 +193,19 @@ def test_a_decile_without_tokens_has_no_number(pair):
     assert empty.tolist() == [n not in (0, 7, 10) for n in range(11)]
 
 
+def test_correlations_of_two_tokens_are_not_beyond_one():
+    for seed in range(8):
+        (a, _), (b, _) = make_softmax("a", 20, seed), make_softmax("b", 20, seed + 8)
+        positions = divergence.measure(a, b)
+        decile_V = frequency.deciles(positions.labels_T, WORDS)
+        found = divergence.compare(positions, decile_V)
+        known_NM = np.isfinite(found.value_NM)
+        assert np.all(abs(found.value_NM[known_NM[:, -1], -1]) <= 1)
+        known_NM &= np.isfinite(found.low_NM)
+        assert np.all((found.low_NM <= found.value_NM)[known_NM])
+        assert np.all((found.value_NM <= found.high_NM)[known_NM])
+
+
 def test_the_longer_of_two_texts_is_cut_to_the_shorter():
     (a, _), (b, _) = make_softmax("long", 45), make_softmax("short", 31)
     # The same labels come first.

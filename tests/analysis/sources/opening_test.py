@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from softbottle.analysis import inspection
+from softbottle.analysis import inspection, pair
 from softbottle.analysis.instruments import saturation
 from softbottle.analysis.sources import hugging_face, opening
 from softbottle.analysis.sources.reading import Reading
@@ -75,6 +75,22 @@ def test_checkpoints_of_a_folder_are_a_series_and_one_may_be_damaged(tmp_path):
     assert any(
         "checkpoint-30, the last that was read of 3" in f for f in made.facts["m"]
     )
+
+
+@needs_torch
+@pytest.mark.slow
+def test_two_checkpoints_of_one_model_are_compared(tmp_path):
+    models = make_checkpoints(tmp_path / "m", (10, 20))
+    path = make_ids(tmp_path)
+    name = f"{tmp_path / 'm'}@checkpoint-10,checkpoint-20"
+    made = pair.inspect(opening.checkpoints([name], Reading(path, 32, 16)))
+    assert list(made.shapes) == ["m@checkpoint-10", "m@checkpoint-20"]
+    numbers, ids = made.sections[0].numbers, np.load(path)
+    for step, model in ((10, "a"), (20, "b")):
+        rows = [log_probs(models[step], ids[at : at + 16]) for at in (0, 16)]
+        loss = -np.concatenate(rows)[np.arange(32), ids[1:33]].mean()
+        told = numbers[f"loss of {model}"]["value"]
+        assert told == pytest.approx(loss, rel=1e-5)
 
 
 @needs_torch
