@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from softbottle.analysis.capture import Capture, enough, of_softmax
+from softbottle.analysis.capture import Capture, enough
 from softbottle.analysis.sources import arrays as arrays_lib
 from softbottle.data import vocab as vocab_lib
 from softbottle.ops.mixture.activations import SOFTMAX, Activation
@@ -136,12 +136,12 @@ def capture(
         f"first {count * window:,}, in {count:,} {windows} of {window:,}, each from "
         "position 0."
     )
-    made = of_softmax(
-        model.name,
+    made = Capture.from_states(
+        states,
         model.table_VD,
         model.bias_V,
-        states,
-        labels_N=ids[1 : len(states[-1]) + 1],
+        labels=ids[1 : len(states[-1]) + 1],
+        name=model.name,
         ids=ids,
         frozen_MD=frozen_MD,
         activation=model.activation,
