@@ -10,6 +10,7 @@ Axes: L layers, H attention heads.
 """
 
 import pathlib
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,8 +48,75 @@ class _Source(NamedTuple):
     facts: tuple[str, ...] = ()
 
 
+class Pretrained(NamedTuple):
+    """A model that transformers has loaded, in float32 on the CPU.
+
+    Attributes:
+        name: of the model.
+        torch: the package.
+        module: the model, PyTorch's.
+        tokenizer: its tokenizer, or why there is none.
+        bos: as of `_Source`.
+        version: of what read it.
+        facts: sentences on what else its file says.
+    """
+
+    name: str
+    torch: ModuleType
+    module: Any
+    tokenizer: Any
+    bos: tuple[int, ...] | None
+    version: str
+    facts: tuple[str, ...]
+
+    @property
+    def head(self) -> Any:
+        """The layer that has the output table.
+
+        Raises:
+            ValueError: if there is none.
+        """
+        head = self.module.get_output_embeddings()
+        if head is None or getattr(head, "weight", None) is None:
+            raise ValueError(
+                f"{self.name} has no output table [V, D] that could be measured."
+            )
+        return head
+
+    def token_ids(self, text: pathlib.Path | str) -> np.ndarray:
+        """A text in the model's tokens: ids as they are in a .npy file, or encoded.
+
+        Raises:
+            ValueError: as `reading.token_ids`, or if there is no tokenizer.
+        """
+
+        def encode(text):
+            if isinstance(self.tokenizer, str):
+                raise ValueError(
+                    f"{self.name} has no tokenizer that transformers can build "
+                    f"({self.tokenizer}); give the text as ids in a .npy file."
+                )
+            return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+        return token_ids(Reading(text), self.head.weight.shape[0], encode)
+
+    def front(self, ids: np.ndarray) -> Front:
+        """What stands before every window of a text that begins with these tokens."""
+        return _front(self.tokenizer, self.bos, ids)
+
+    def measured(self, ids: np.ndarray) -> Model:
+        """The head, and what the model does to its logits, found out on some tokens.
+
+        Raises:
+            ValueError: if it changes its logits in a way that is no part of a head.
+        """
+        change, passed = _probe(self, ids)
+        _check_change(self.name, change, passed)
+        return _measured(self, change)
+
+
 def from_hf(name: pathlib.Path | str, reading: Reading) -> Capture:
-    """A causal language model in the format of `transformers`.
+    """What a causal language model in the format of `transformers` holds.
 
     Args:
         name: a folder, or else the name of a model on the hub, which is downloaded.
@@ -59,6 +127,30 @@ def from_hf(name: pathlib.Path | str, reading: Reading) -> Capture:
             none that can be measured, or the text is too short or cannot be encoded.
         ImportError: if PyTorch or transformers is missing.
     """
+    return _read(load_hf(name, attention=True), reading)
+
+
+def from_gguf(path: pathlib.Path | str, reading: Reading) -> Capture:
+    """What a GGUF file of one of the architectures that `transformers` reads holds.
+
+    Raises:
+        ValueError: if the file is no GGUF file, and as `from_hf`.
+        ImportError: if PyTorch, transformers, accelerate or gguf is missing.
+    """
+    return _read(load_gguf(path, attention=True), reading)
+
+
+def load_hf(name: pathlib.Path | str, attention: bool = False) -> Pretrained:
+    """A causal language model in the format of `transformers`.
+
+    Args:
+        name: a folder, or else the name of a model on the hub, which is downloaded.
+        attention: whether its attention weights will be looked at, which is slower.
+
+    Raises:
+        ValueError: if a folder holds no model, or transformers cannot read it.
+        ImportError: if PyTorch or transformers is missing.
+    """
     folder = pathlib.Path(name)
     if folder.is_dir() and not (folder / "config.json").exists():
         raise ValueError(f"{name} holds no model: there is no config.json in it.")
@@ -66,14 +158,18 @@ def from_hf(name: pathlib.Path | str, reading: Reading) -> Capture:
         "pretrained_model_name_or_path": str(name),
         "local_files_only": folder.is_dir(),
     }
-    return _read(_Source(folder.name, where), reading, use_safetensors=True)
+    return _load(_Source(folder.name, where), attention, use_safetensors=True)
 
 
-def from_gguf(path: pathlib.Path | str, reading: Reading) -> Capture:
+def load_gguf(path: pathlib.Path | str, attention: bool = False) -> Pretrained:
     """A GGUF file of one of the architectures that `transformers` reads.
 
+    Args:
+        path: the file.
+        attention: as of `load_hf`.
+
     Raises:
-        ValueError: if the file is no GGUF file, and as `from_hf`.
+        ValueError: if the file is no GGUF file, and as `load_hf`.
         ImportError: if PyTorch, transformers, accelerate or gguf is missing.
     """
     path = pathlib.Path(path)
@@ -83,49 +179,40 @@ def from_gguf(path: pathlib.Path | str, reading: Reading) -> Capture:
         "gguf_file": path.name,
         "local_files_only": True,
     }
-    return _read(_Source(path.stem, where, *said), reading)
+    return _load(_Source(path.stem, where, *said), attention)
 
 
-def _read(source, reading, **options):
+def _load(source, attention, **options):
     torch, transformers = imported("torch", "hf"), imported("transformers", "hf")
     # A model that brings code of its own is refused, not asked about.
     where = source.where | {"trust_remote_code": False}
-    model = _loaded(
-        transformers.AutoModelForCausalLM,
-        source.name,
-        {**where, **options, "attn_implementation": "eager"},
+    if attention:
+        options["attn_implementation"] = "eager"
+    module = _loaded(
+        transformers.AutoModelForCausalLM, source.name, {**where, **options}
     )
-    model = model.to(torch.float32).eval()
-    rows = _head(model, source.name).weight.shape[0]
-    tokenizer = _tokenizer(transformers, where)
+    return Pretrained(
+        source.name,
+        torch,
+        module.to(torch.float32).eval(),
+        _tokenizer(transformers, where),
+        source.bos,
+        f"transformers {transformers.__version__}",
+        source.facts,
+    )
 
-    def encode(text):
-        if isinstance(tokenizer, str):
-            raise ValueError(
-                f"{source.name} has no tokenizer that transformers can build "
-                f"({tokenizer}); give the text as ids in a .npy file."
-            )
-        return tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    ids = token_ids(reading, rows, encode)
-
-    def read(ids_S):
-        return _pass(torch, model, source.name, ids_S)
-
-    config = model.config.get_text_config()
-    probe = min(_PROBE, getattr(config, "max_position_embeddings", None) or _PROBE)
-    change = _change(config, read(ids[:probe]))
-    made = _measured(model, source.name, change)
-    version = f"transformers {transformers.__version__}"
-    facts = _fact(model, made, version), *source.facts, *made.facts
-    made = made._replace(facts=facts)
+def _read(pretrained, reading):
+    ids = pretrained.token_ids(reading.text)
+    change, _ = _probe(pretrained, ids)
+    made = _measured(pretrained, change)
 
     def trace(ids_S):
-        passed = read(ids_S)
-        _check_change(source.name, change, passed)
+        passed = _pass(pretrained, ids_S)
+        _check_change(pretrained.name, change, passed)
         return _trace(passed)
 
-    return capture(made, ids, _front(tokenizer, source.bos, ids), trace, reading)
+    return capture(made, ids, pretrained.front(ids), trace, reading)
 
 
 def _loaded(auto, name, settings):
@@ -193,13 +280,6 @@ def _added(tokenizer, text):
     return ()
 
 
-def _head(model, name):
-    head = model.get_output_embeddings()
-    if head is None or getattr(head, "weight", None) is None:
-        raise ValueError(f"{name} has no output table [V, D] that could be measured.")
-    return head
-
-
 class _Change(NamedTuple):
     """What a model does to the logits h W' + b of its head."""
 
@@ -230,6 +310,14 @@ class _Pass(NamedTuple):
     logits_SV: np.ndarray
 
 
+def _probe(pretrained, ids):
+    """What the model does to its logits, by a pass over the first tokens."""
+    config = pretrained.module.config.get_text_config()
+    most = getattr(config, "max_position_embeddings", None) or _PROBE
+    passed = _pass(pretrained, ids[: min(_PROBE, most)])
+    return _change(config, passed), passed
+
+
 def _change(config, passed):
     """The cap of the model's settings, or else the factor that fits best."""
     cap = getattr(config, "final_logit_softcapping", None)
@@ -251,35 +339,37 @@ def _check_change(name, change, passed):
         )
 
 
-def _measured(model, name, change):
+def _measured(pretrained, change):
     """The head with the change in its table, its bias and its g."""
-    head, config = _head(model, name), model.config.get_text_config()
+    head, config = pretrained.head, pretrained.module.config.get_text_config()
     factor, bias = np.float32(change.scale), getattr(head, "bias", None)
     activation = heads.softcap(change.cap).activation({}) if change.cap else SOFTMAX
-    return Model(
-        name,
+    made = Model(
+        pretrained.name,
         _numpy(head.weight) * factor,
         None if bias is None else _numpy(bias) * factor,
         activation,
         getattr(config, "max_position_embeddings", None),
-        change.facts,
     )
+    facts = _fact(pretrained, config, made), *pretrained.facts, *change.facts
+    return made._replace(facts=facts)
 
 
-def _fact(model, made, version):
+def _fact(pretrained, config, made):
     size, width = made.table_VD.shape
-    layers = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    layers = getattr(config, "num_hidden_layers", None)
     depth = f"{layers} layers, " if layers else ""
+    kind = f"{type(pretrained.module).__name__} of {pretrained.version}"
     return (
-        f"Model: {made.name}, {type(model).__name__} of {version}, {depth}width "
-        f"{width:,}, {size:,} tokens, {'no' if made.bias_V is None else 'with an'} "
-        "output bias."
+        f"Model: {made.name}, {kind}, {depth}width {width:,}, {size:,} tokens, "
+        f"{'no' if made.bias_V is None else 'with an'} output bias."
     )
 
 
-def _pass(torch, model, name, ids_S):
+def _pass(pretrained, ids_S):
     """Read tokens; the last state is what the head was given, whatever it is called."""
-    head, read = _head(model, name), []
+    name, torch, model, *_ = pretrained
+    head, read = pretrained.head, []
     hook = head.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0]))
     try:
         with torch.no_grad():
