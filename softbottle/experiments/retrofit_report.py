@@ -1,0 +1,348 @@
+"""The rows of a retrofit as a page and a picture.
+
+Of an arm's learning rates the one with the lowest loss on the validation regions is
+shown; the numbers are of the other regions, means over the seeds.
+
+A mixture of softmaxes is judged against the mixture of contexts of the same width,
+which has its parameters and not its rank, and never against the untouched model. A
+difference has two deviations: over seeds, pooled over all arms of that width; and over
+the text, from the paired differences of its regions. It counts if it is below -0.01
+nats and beyond three of the larger one.
+"""
+
+import math
+import pathlib
+import statistics
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from softbottle import drawing, files
+from softbottle.experiments import rows as rows_lib
+from softbottle.experiments.retrofit_arms import OWN, SOFTMAX
+from softbottle.experiments.retrofit_data import Problem
+
+Row = dict[str, Any]
+EFFECT, DEVIATIONS = -0.01, 3.0
+RULE = (
+    "Decision rule, written before any run: there is an effect if the held-out loss "
+    f"of MoS minus that of MoC is below {EFFECT} nats and beyond {DEVIATIONS:g} "
+    "deviations (the larger of that over seeds and that over regions of the text). MoS "
+    "minus the untouched model proves nothing: MoC has the same parameters. No effect "
+    "is a result."
+)
+
+
+class Point(NamedTuple):
+    """An arm at a width and its best rate."""
+
+    arm: str
+    asked: int | None
+    runs: list[Row]
+
+    @property
+    def width(self) -> int:
+        """Of its table."""
+        return self.runs[0]["width"]
+
+    def mean(self, field: str) -> float:
+        """The mean over seeds; NaN where a run does not have the field."""
+        values = [row.get(field, math.nan) for row in self.runs]
+        return math.nan if None in values else statistics.fmean(values)
+
+
+class Difference(NamedTuple):
+    """A head against its capacity control; nats, negative if it is better."""
+
+    arm: str
+    control: str
+    width: int
+    nats: float
+    seeds: float
+    text: float
+
+    @property
+    def verdict(self) -> str:
+        """By the decision rule."""
+        deviation = np.nanmax([self.seeds, self.text])
+        if not np.isfinite(deviation) or math.isnan(self.seeds):
+            return "one seed decides nothing"
+        if abs(self.nats) <= DEVIATIONS * deviation or abs(self.nats) < -EFFECT:
+            return "no effect"
+        return "an effect" if self.nats < 0 else "worse"
+
+
+def best_rate(rows: Sequence[Row], arm: str, asked: int | None) -> float | None:
+    """The rate of an arm with the lowest validation loss; None without runs."""
+    losses = {
+        row["rate"]: row["valid_loss"]
+        for row in rows
+        if (row["arm"], row["asked_width"], row["seed"]) == (arm, asked, 0)
+        and "failed" not in row
+    }
+    return min(losses, key=losses.__getitem__) if losses else None
+
+
+def points(rows: Sequence[Row]) -> list[Point]:
+    """Every arm and width that has a run, at its best rate, the model's own first."""
+    cases = dict.fromkeys((row["arm"], row["asked_width"]) for row in rows)
+    found = []
+    for arm, asked in cases:
+        rate = best_rate(rows, arm, asked)
+        runs = [
+            row
+            for row in rows
+            if (row["arm"], row["asked_width"], row["rate"]) == (arm, asked, rate)
+            and "failed" not in row
+        ]
+        if runs:
+            found.append(Point(arm, asked, runs))
+    return sorted(found, key=lambda point: point.arm != OWN)
+
+
+def differences(found: Sequence[Point]) -> list[Difference]:
+    """Every arm but softmaxes against the MoC of its width, where there is one."""
+    compared = []
+    for asked in dict.fromkeys(point.asked for point in found):
+        same = [point for point in found if point.asked == asked and point.arm != OWN]
+        controls = [point for point in same if point.arm.startswith("moc")]
+        if not controls:
+            continue
+        control, noise = controls[0], _noise(same)
+        for point in same:
+            if point is control or point.arm.startswith(SOFTMAX):
+                continue
+            counts = len(point.runs), len(control.runs)
+            nats = point.mean("loss") - control.mean("loss")
+            seeds = noise * math.sqrt(sum(1 / count for count in counts))
+            text = _text_deviation(point, control)
+            compared.append(
+                Difference(point.arm, control.arm, point.width, nats, seeds, text)
+            )
+    return compared
+
+
+def write(
+    workdir: pathlib.Path, problem: Problem, rows: Sequence[Row], missing: list[str]
+) -> str:
+    """Write `retrofit.md` and `retrofit.png`.
+
+    Args:
+        workdir: where they go.
+        problem: what the rows are of.
+        rows: of the runs that are finished.
+        missing: the runs that are not.
+
+    Returns:
+        The tables.
+    """
+    found = points(rows)
+    if not found:
+        return "no run is finished yet."
+    compared = differences(found)
+    tables = [table(found)]
+    if compared:
+        tables += ["", verdicts(compared)]
+    heading = f"# Other heads on {problem.name}" + (": partial" if missing else "")
+    text = [heading, "", *_setting(problem, rows), "", "## Held-out text", ""]
+    text += [table(found), "", "![](retrofit.png)", "", "## Against MoC", "", RULE, ""]
+    if compared:
+        text += [verdicts(compared), ""]
+    else:
+        text += ["No arm `moc-K` was run beside others: nothing is decided.", ""]
+    text += ["## Components", "", components(found), ""]
+    failed = [row for row in rows if "failed" in row]
+    if failed:
+        text += ["## Failed", "", *map(_failure, failed), ""]
+    if missing:
+        text += ["## Missing", "", *(f"- {name}" for name in missing), ""]
+    files.replace(workdir / "retrofit.md", "\n".join(text))
+    draw(found).save(workdir / "retrofit.png")
+    return "\n".join(tables)
+
+
+def table(found: Sequence[Point]) -> str:
+    """The points as a Markdown table."""
+    titles = [
+        *("arm", "width", "rate", "seeds", "loss", "minus own", "KL to own", "start"),
+        *("rank", "parameters", "table MB", "Mflop per token", "ms per step"),
+    ]
+    own = next((point.mean("loss") for point in found if point.arm == OWN), math.nan)
+    lines: list[list[str]] = []
+    for point in found:
+        row, ranks = point.runs[0], {run["rank"] for run in point.runs}
+        lines.append(
+            [
+                *(
+                    point.arm,
+                    str(point.width),
+                    f"{row['rate']:g}",
+                    str(len(point.runs)),
+                ),
+                rows_lib.spread([run["loss"] for run in point.runs], 4),
+                f"{point.mean('loss') - own:+.4f}",
+                rows_lib.spread([run["kl"] for run in point.runs], 4),
+                _number(row.get("start_loss"), ".4f"),
+                "-".join(dict.fromkeys(f"{end:,}" for end in (min(ranks), max(ranks)))),
+                f"{row['parameters']:,}",
+                f"{row['table_bytes'] / 1e6:.1f}",
+                f"{row['flop'] / 1e6:.1f}",
+                _number(row.get("step_ms"), ".1f"),
+            ]
+        )
+    return rows_lib.table(titles, lines)
+
+
+def verdicts(compared: Sequence[Difference]) -> str:
+    """The differences as a Markdown table."""
+    titles = ["arm", "width", "minus", "nats", "deviation: seeds", "text", "verdict"]
+    lines = [
+        [
+            *(each.arm, str(each.width), each.control, f"{each.nats:+.4f}"),
+            *(_number(each.seeds, ".4f"), _number(each.text, ".4f"), each.verdict),
+        ]
+        for each in compared
+    ]
+    return rows_lib.table(titles, lines)
+
+
+def components(found: Sequence[Point]) -> str:
+    """Mean weights and responsibilities of the first seed, the largest first."""
+    titles = ["arm", "width", "weights", "entropy", "given the word", "entropy"]
+    lines = []
+    for point in found:
+        row = point.runs[0]
+        if "prior" not in row:
+            continue
+        cells = [point.arm, str(point.width)]
+        for field, entropy in (
+            ("prior", "prior_entropy"),
+            ("responsibilities", "responsibility_entropy"),
+        ):
+            shares = " ".join(f"{share:.3f}" for share in row.get(field, ()))
+            cells += [shares, _number(row.get(entropy), ".3f")]
+        lines.append(cells)
+    return rows_lib.table(titles, lines) if lines else "No arm has components."
+
+
+def draw(found: Sequence[Point]) -> drawing.Figure:
+    """Loss and KL against what a head costs, and loss by frequency."""
+    figure = drawing.Figure(figsize=(12, 8))
+    panels = figure.subplots(2, 2)
+    own = next((point for point in found if point.arm == OWN), None)
+    base = own.mean("loss") if own else 0.0
+    panes = (
+        (panels[0, 0], "flop", 1e-6, "Mflop per token", "loss"),
+        (panels[0, 1], "flop", 1e-6, "Mflop per token", "kl"),
+        (panels[1, 0], "parameters", 1e-6, "parameters, millions", "kl"),
+    )
+    for axes, cost, unit, title, field in panes:
+        less = base if field == "loss" else 0.0
+        name = "held-out loss minus own" if field == "loss" else "KL to the own head"
+        softmaxes = [p for p in found if p.arm.startswith((SOFTMAX, OWN))]
+        line = sorted((p.mean(cost) * unit, p.mean(field) - less) for p in softmaxes)
+        if len(line) > 1:
+            axes.plot(*zip(*line, strict=True), "--", color=drawing.BLACK, lw=1)
+        for point in found:
+            place = point.mean(cost) * unit, point.mean(field) - less
+            axes.plot(*place, "o", color=_color(point), markersize=5)
+            label = point.arm if point.asked is None else f"{point.arm} {point.width}"
+            axes.annotate(
+                label,
+                place,
+                (4, 3),
+                textcoords="offset points",
+                fontsize=7,
+                color=_color(point),
+            )
+        axes.set(xlabel=title, ylabel=f"{name}, nats", xscale="log")
+    _frequencies(panels[1, 1], found, own)
+    return figure
+
+
+def _frequencies(axes, found, own):
+    axes.set(
+        xlabel="decile of the training tokens, most frequent words first",
+        ylabel="loss minus own, nats",
+    )
+    if own is None:
+        return
+    base = _deciles(own)
+    for point in found:
+        if point is not own:
+            gap = _deciles(point) - base
+            label = point.arm if point.asked is None else f"{point.arm} {point.width}"
+            axes.plot(np.arange(1, len(gap) + 1), gap, marker=".", label=label, lw=1)
+    axes.axhline(0, color=drawing.GRAY, lw=0.6)
+    if len(found) > 1:
+        axes.legend(fontsize=7, frameon=False, ncols=2)
+
+
+def _deciles(point):
+    runs = [[part["loss"] for part in row["deciles"]] for row in point.runs]
+    return np.mean(np.array(runs, float), axis=0)
+
+
+def _noise(same):
+    """The deviation of a loss over seeds, pooled over arms; NaN with one seed each."""
+    variances = [
+        statistics.variance([row["loss"] for row in point.runs])
+        for point in same
+        if len(point.runs) > 1
+    ]
+    return math.sqrt(statistics.fmean(variances)) if variances else math.nan
+
+
+def _text_deviation(point, control):
+    """The standard error of the difference over regions, means over the seeds."""
+    both = [
+        np.mean([row["regions"] for row in each.runs], axis=0)
+        for each in (point, control)
+    ]
+    gaps = both[0] - both[1]
+    if len(gaps) < 2:
+        return math.nan
+    return float(np.std(gaps, ddof=1) / math.sqrt(len(gaps)))
+
+
+def _setting(problem, rows):
+    row = rows[-1]
+    trained = {
+        "words": "the next word",
+        "distill": "KL from the model's own head",
+        "both": "the next word plus KL from the model's own head",
+    }[row["objective"]]
+    if row["unfreeze"]:
+        kept = "Trunk and table are trained."
+    elif row["freeze"] == "table":
+        kept = "Trunk, table and bias are frozen."
+    else:
+        kept = "The trunk is frozen; table and bias are trained."
+    sizes = [len(part) for part in (problem.train, problem.valid, problem.heldout)]
+    return [
+        *(f"- {fact}" for fact in problem.facts),
+        "- Whether the model saw these texts in its own training is not known: its "
+        "loss on them may be that of memory (contamination).",
+        f"- {sizes[0]:,} states to train on, {sizes[1]:,} to choose the rate by, "
+        f"{sizes[2]:,} held out, by regions of the text.",
+        f"- Objective: {trained}. {kept} {row['steps']:,} steps of {row['batch']:,} "
+        f"tokens, products in {row['compute_dtype']}, {row['device']}, jax "
+        f"{row['jax']}.",
+        "- The rate is the best by the validation regions; `start` is the loss at step "
+        "0, `table MB` in bfloat16, flop those of the head.",
+    ]
+
+
+def _failure(row):
+    return f"- {row['arm']} at {row['rate']:g}, seed {row['seed']}: {row['failed']}"
+
+
+def _number(value, form):
+    if value is None or not math.isfinite(value):
+        return ""
+    return format(value, form)
+
+
+def _color(point):
+    return drawing.HEADS.get(point.arm.partition("-")[0], drawing.GRAY)
