@@ -126,6 +126,11 @@ def run(
             other settings.
     """
     problem = retrofit_data.make(capture, heldout, digest)
+    return compare(problem, workdir, grid, training, frozen(problem), minutes)
+
+
+def frozen(problem: Problem) -> Fit:
+    """How a head is trained on states that stay as they are."""
 
     def fit(begun, training, seed, deadline):
         fitted = retrofit_trial.fit(problem, begun, training, seed, deadline)
@@ -134,7 +139,7 @@ def run(
         made, told = fitted
         return Result(made, told | retrofit_trial.outcome(problem, made, training))
 
-    return compare(problem, workdir, grid, training, fit, minutes)
+    return fit
 
 
 def compare(

@@ -173,7 +173,7 @@ def make(capture: Capture, heldout: Capture | None = None, digest: str = "") -> 
         [Tokens(hidden_ND, place_V[labels_N]) for hidden_ND, labels_N in part]
         for part in (train, held)
     )
-    valid, test = _halves(held)
+    valid, test = halves(held)
     scale = _scale(Rows(train))
     return Problem(
         capture.name,
@@ -229,6 +229,31 @@ def in_order(
         )
 
 
+def halves(blocks: Sequence[Tokens]) -> tuple[list[Tokens], list[Tokens]]:
+    """Every second region of a text, and the others.
+
+    Raises:
+        ValueError: if there are too few states for two.
+    """
+    total = sum(len(block.hidden_TD) for block in blocks)
+    if total < 2:
+        raise ValueError(f"{total} held-out states are too few.")
+    size = max(1, min(_REGION, total // 2))
+    both: tuple[list[Tokens], list[Tokens]] = ([], [])
+    first = 0
+    for block in blocks:
+        hidden_ND, labels_N = block.hidden_TD, present("labels_T", block.labels_T)
+        at = 0
+        # Regions are counted from the text's start, whatever blocks it came in.
+        while at < len(hidden_ND):
+            turn, inside = divmod(first + at, size)
+            stop = at + size - inside
+            both[turn % 2].append(Tokens(hidden_ND[at:stop], labels_N[at:stop]))
+            at = stop
+        first += len(hidden_ND)
+    return both
+
+
 def _cut(blocks):
     """Blocks without the end of the text, and the end."""
     total = sum(len(block.hidden_TD) for block in blocks)
@@ -242,24 +267,6 @@ def _cut(blocks):
         held.append(Tokens(hidden_ND[at:], labels_N[at:]))
         keep -= len(hidden_ND)
     return [[b for b in part if len(b.hidden_TD)] for part in (train, held)]
-
-
-def _halves(blocks):
-    """Every second region, and the others."""
-    total = sum(len(block.hidden_TD) for block in blocks)
-    if total < 2:
-        raise ValueError(f"{total} held-out states are too few.")
-    size = max(1, min(_REGION, total // 2))
-    both: tuple[list[Tokens], list[Tokens]] = ([], [])
-    turn = 0
-    for hidden_ND, labels_N in blocks:
-        for at in range(0, len(hidden_ND), size):
-            part = slice(at, at + size)
-            both[turn % 2].append(Tokens(hidden_ND[part], labels_N[part]))
-            turn += 1
-    if not both[1]:
-        raise ValueError(f"{total} held-out states are too few.")
-    return both
 
 
 def _sample(rows, most):

@@ -106,16 +106,31 @@ def loss(
     return total
 
 
-def optimizer(training: Training) -> optax.GradientTransformation:
-    """Adam with warm-up and decay to a peak of 1, gradients clipped to a norm of 1.
-
-    Its updates are to be multiplied by the learning rate: one program serves all.
-    """
+def schedule(training: Training) -> optax.Schedule:
+    """Linear warm-up over 5% of the steps, cosine decay to zero; its peak is 1."""
     warmup = int(_WARMUP * training.steps)
-    schedule = optax.warmup_cosine_decay_schedule(
+    return optax.warmup_cosine_decay_schedule(
         0.0 if warmup else 1.0, 1.0, warmup, max(2, training.steps)
     )
-    return optax.chain(optax.clip_by_global_norm(1.0), optax.adam(schedule))
+
+
+def optimizer(training: Training) -> optax.GradientTransformation:
+    """Adam at the rates of `schedule`, gradients clipped to a norm of 1."""
+    adam = optax.adam(schedule(training))
+    return optax.chain(optax.clip_by_global_norm(1.0), adam)
+
+
+def updated(
+    params: Any,
+    opt_state: optax.OptState,
+    grads: Any,
+    rate: jax.typing.ArrayLike,
+    training: Training,
+) -> tuple[Any, optax.OptState]:
+    """Parameters after a step; the rate is an argument: one program serves all."""
+    updates, opt_state = optimizer(training).update(grads, opt_state, params)
+    updates = jax.tree.map(lambda update: rate * update, updates)
+    return optax.apply_updates(params, updates), opt_state
 
 
 def fit(
@@ -179,16 +194,38 @@ def step_time(marks: list[tuple[int, float]]) -> float | None:
     return 1e3 * statistics.median(spans) if spans else None
 
 
+class Heldout(NamedTuple):
+    """States of held-out text: of regions that choose a rate, and of the others."""
+
+    valid: Rows
+    heldout: Rows
+
+
 def evaluate(
-    problem: Problem, made: Start, rows: Rows, batch: int, options: Options
+    problem: Problem,
+    made: Start,
+    rows: Rows,
+    batch: int,
+    options: Options,
+    own_rows: Rows | None = None,
 ) -> Sums:
-    """A head on held-out text, beside the model's own."""
+    """A head on held-out text, beside the model's own.
+
+    Args:
+        problem: the model's own head.
+        made: the head.
+        rows: what it reads.
+        batch: tokens at a time.
+        options: of both heads.
+        own_rows: what the model's own head reads, if the trunk is no longer its own.
+    """
     arrays, decile_V = (made[1:], retrofit_arms.own(problem)[1:]), problem.decile_V
     shared = {"head": made.head, "options": options}
     total: Any = None
     nll = []
-    for tokens in retrofit_data.in_order(rows, batch):
-        sums, nll_T = _score(arrays, decile_V, *tokens, **shared)
+    walks = (retrofit_data.in_order(each, batch) for each in (rows, own_rows or rows))
+    for tokens, (own_TD, *_) in zip(*walks, strict=True):
+        sums, nll_T = _score(arrays, decile_V, *tokens, own_TD, **shared)
         sums = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), sums)
         total = sums if total is None else jax.tree.map(np.add, total, sums)
         nll.append(np.asarray(nll_T)[tokens[2] > 0])
@@ -196,12 +233,20 @@ def evaluate(
 
 
 def outcome(
-    problem: Problem, made: Start, training: Training, with_rank: bool = True
+    problem: Problem, made: Start, training: Training, read: Heldout | None = None
 ) -> dict[str, Any]:
-    """The numbers of a row, on held-out text."""
-    batch, options = training.batch, training.options
-    valid = evaluate(problem, made, problem.valid, batch, options)
-    sums = evaluate(problem, made, problem.heldout, batch, options)
+    """The numbers of a row, on held-out text.
+
+    Args:
+        problem: the model's own head and states.
+        made: the head.
+        training: how it was trained.
+        read: what the head reads, if the trunk is no longer the model's own.
+    """
+    read = read or Heldout(problem.valid, problem.heldout)
+    how = training.batch, training.options
+    valid = evaluate(problem, made, read.valid, *how, problem.valid)
+    sums = evaluate(problem, made, read.heldout, *how, problem.heldout)
     count = sums.tokens_N.sum()
     costs = retrofit_arms.costs(made)
     words_N = np.bincount(problem.decile_V, minlength=DECILES)
@@ -231,20 +276,18 @@ def outcome(
     if len(sums.posterior_K) > 1:
         found["responsibilities"] = _sorted(sums.posterior_K / count)
         found["responsibility_entropy"] = float(sums.posterior_entropy / count)
-    if with_rank:
-        found |= ranks(problem, made)
-    return found
+    return found | ranks(made, read.heldout)
 
 
-def ranks(problem: Problem, made: Start) -> dict[str, Any]:
-    """Numerical and effective rank of log P on some of the held-out text.
+def ranks(made: Start, rows: Rows) -> dict[str, Any]:
+    """Numerical and effective rank of log P on some of a text.
 
-    Twice as many positions as the rank that a softmax of the model's width can have,
+    Twice as many positions as the rank that a softmax of the states' width can have,
     or all; products in full float32, or rounding would be counted.
     """
-    width = problem.table_VD.shape[1]
-    count = min(enough(width, 0), len(problem.heldout))
-    hidden_TD, _ = problem.heldout.between(0, count)
+    width = rows.between(0, 1)[0].shape[1]
+    count = min(enough(width, 0), len(rows))
+    hidden_TD, _ = rows.between(0, count)
     with jax.default_matmul_precision("highest"):
         log_p_TV = _log_probs(made[1:], hidden_TD, head=made.head)
     words = log_p_TV.shape[1]
@@ -268,13 +311,11 @@ def _step(state, rate, arrays, hidden_TD, labels_T, *, head, training):
     value, grads = jax.value_and_grad(loss)(
         learned, begun, own, hidden_TD, labels_T, training
     )
-    updates, opt_state = optimizer(training).update(grads, opt_state, learned)
-    updates = jax.tree.map(lambda update: rate * update, updates)
-    return (optax.apply_updates(learned, updates), opt_state), value
+    return updated(learned, opt_state, grads, rate, training), value
 
 
 @functools.partial(jax.jit, static_argnames=("head", "options"))
-def _score(arrays, decile_V, hidden_TD, labels_T, weights_T, *, head, options):
+def _score(arrays, decile_V, hidden_TD, labels_T, weights_T, own_TD, *, head, options):
     """Sums over tokens, and the loss of each."""
     made, own = Start(head, *arrays[0]), Start(heads.softmax(), *arrays[1])
     found = head.measure(
@@ -282,7 +323,7 @@ def _score(arrays, decile_V, hidden_TD, labels_T, weights_T, *, head, options):
         ("nll", "responsibilities"),
         options=options,
     )
-    pair = made.output(hidden_TD), own.output(hidden_TD)
+    pair = made.output(hidden_TD), own.output(own_TD)
     kl_T = heads.distill(*pair, weights_T, reduction="none", options=options)
     nll_T = found["nll"] * weights_T
     prior_TK = jnp.exp(head.log_prior(made.params, hidden_TD))

@@ -105,7 +105,7 @@ def write(
             f"{model.name} changes its logits after the table; only the states of a "
             "softmax's model are kept."
         )
-    parts = _split(texts, front)
+    parts = split(texts, front)
     about = _about(model, front, texts, parts, made_by)
     _begin(folder, about, model)
     rows = max(1, PIECE // (2 * texts.window * model.table_VD.shape[1]))
@@ -152,13 +152,14 @@ def read(path: pathlib.Path | str) -> Stored:
     return Stored(captures["train"], heldout, _digest(about, captures))
 
 
-def bits(array: np.ndarray) -> np.ndarray:
-    """Numbers rounded to bfloat16."""
-    return np.ascontiguousarray(array).astype(ml_dtypes.bfloat16)
+def split(texts: Texts, front: Front) -> dict[str, list[np.ndarray]]:
+    """Windows [W, S] and labels of both parts, "train" and "heldout".
 
+    Texts stay in their order and no window is in two parts.
 
-def _split(texts, front):
-    """Windows and labels of both parts: no window is in two."""
+    Raises:
+        ValueError: if a text has no whole window, or no window to hold out.
+    """
     train = [_windows(name, ids, texts, front) for name, ids in texts.train.items()]
     if texts.heldout:
         held = [
@@ -173,14 +174,18 @@ def _split(texts, front):
                 f"{short[0]} has one window of {texts.window} tokens, and one is to be "
                 "held out: give a longer text, a smaller --window or a held-out text."
             )
-        held = [[a[-cut:] for a in pair] for pair, cut in zip(train, cuts, strict=True)]
-        train = [
-            [a[:-cut] for a in pair] for pair, cut in zip(train, cuts, strict=True)
-        ]
+        pairs = list(zip(train, cuts, strict=True))
+        held = [[array[-cut:] for array in pair] for pair, cut in pairs]
+        train = [[array[:-cut] for array in pair] for pair, cut in pairs]
     return {
         part: [np.concatenate(arrays) for arrays in zip(*pairs, strict=True)]
         for part, pairs in (("train", train), ("heldout", held))
     }
+
+
+def bits(array: np.ndarray) -> np.ndarray:
+    """Numbers rounded to bfloat16."""
+    return np.ascontiguousarray(array).astype(ml_dtypes.bfloat16)
 
 
 def _windows(name, ids, texts, front):

@@ -9,13 +9,14 @@ Axes: B windows of S tokens.
 
 import pathlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from softbottle.analysis.sources import hugging_face, states, texts
+from softbottle.analysis.sources.reading import Front, Model
 
 DTYPES = ("float32", "bfloat16")
 
@@ -34,11 +35,6 @@ def load(
     if hf is not None and gguf is None:
         return hugging_face.load_hf(hf)
     raise ValueError("a model is needed, from --hf or from --gguf.")
-
-
-def device(pretrained: hugging_face.Pretrained) -> str:
-    """Where PyTorch computes: "cuda" where it has a GPU, else "cpu"."""
-    return "cuda" if pretrained.torch.cuda.is_available() else "cpu"
 
 
 def hidden(pretrained: hugging_face.Pretrained, ids_BS: np.ndarray) -> Any:
@@ -68,15 +64,54 @@ def hidden(pretrained: hugging_face.Pretrained, ids_BS: np.ndarray) -> Any:
     return read[0]
 
 
-def keep(
+class Texts(NamedTuple):
+    """Texts as a model reads them.
+
+    Attributes:
+        texts: in its tokens.
+        model: its head.
+        front: what stands before every window.
+    """
+
+    texts: states.Texts
+    model: Model
+    front: Front
+
+
+def encode(
     pretrained: hugging_face.Pretrained,
-    folder: pathlib.Path | str,
     train: Sequence[pathlib.Path | str],
     heldout: Sequence[pathlib.Path | str] = (),
     *,
-    share: float = 0.05,
     window: int = 512,
     positions: int | None = None,
+) -> Texts:
+    """Texts in a model's tokens.
+
+    Args:
+        pretrained: the model.
+        train: texts, or folders of them: files of text, plain, .gz or .xz, or of ids,
+            .npy.
+        heldout: texts that are held out; none holds out the end of every other.
+        window: tokens that are read at a time.
+        positions: how many tokens of each text; None for all.
+
+    Raises:
+        ValueError: for a text that cannot be read, or if the model's logits are not
+            those of a head.
+    """
+    named = [_ids(pretrained, paths, positions) for paths in (train, heldout)]
+    if not named[0]:
+        raise ValueError("a text is needed.")
+    first = next(iter(named[0].values()))
+    read = states.Texts(named[0], named[1], window=window)
+    return Texts(read, pretrained.measured(first), pretrained.front(first))
+
+
+def keep(
+    pretrained: hugging_face.Pretrained,
+    encoded: Texts,
+    folder: pathlib.Path | str,
     dtype: str = "float32",
     batch: int = 8,
 ) -> states.Stored:
@@ -84,36 +119,28 @@ def keep(
 
     Args:
         pretrained: the model.
+        encoded: what it reads.
         folder: where they go (states.py).
-        train: texts, or folders of them: files of text, plain, .gz or .xz, or of ids,
-            .npy.
-        heldout: texts that are held out; none holds out the end of every other.
-        share: how much of its end.
-        window: tokens that are read at a time.
-        positions: how many tokens of each text; None for all.
-        dtype: of the trunk, one of DTYPES. The head's table stays float32.
+        dtype: of the trunk's products, one of DTYPES.
         batch: windows at a time.
 
     Raises:
-        ValueError: as `states.write`, or for a text that cannot be read.
+        ValueError: as `states.write`.
     """
     torch, module = pretrained.torch, pretrained.module
-    named = [_ids(pretrained, paths, positions) for paths in (train, heldout)]
-    first = next(iter(named[0].values()))
-    model, front = pretrained.measured(first), pretrained.front(first)
-    where, narrow = device(pretrained), dtype != "float32"
+    where = "cuda" if torch.cuda.is_available() else "cpu"
 
     def read(ids_BS):
         # Weights stay float32; autocast rounds what meets in a product.
-        half = torch.autocast(where, torch.bfloat16, enabled=narrow)
+        half = torch.autocast(where, torch.bfloat16, enabled=dtype != "float32")
         with torch.no_grad(), half:
             tensor_BSD = hidden(pretrained, ids_BS)
         return to_numpy(tensor_BSD.to(torch.bfloat16))
 
-    settings = states.Texts(named[0], named[1], share, window)
+    read_texts, model, front = encoded
     try:
         module.to(where)
-        states.write(folder, model, front, settings, read, f"trunk: {dtype}", batch)
+        states.write(folder, model, front, read_texts, read, f"trunk: {dtype}", batch)
     finally:
         module.to("cpu")  # a GPU's memory is the heads' from here on
         if where == "cuda":
