@@ -159,14 +159,14 @@ def make(capture: Capture, heldout: Capture | None = None, digest: str = "") -> 
             "start from."
         )
     table_VD = np.asarray(present("table_VE", capture.table_VE), np.float32)
-    train = [*present("tokens", capture.tokens)]
+    train = [_labeled(block) for block in present("tokens", capture.tokens)]
     if heldout is None:
         train, held = _cut(train)
     else:
-        held = [*present("tokens", heldout.tokens)]
+        held = [_labeled(block) for block in present("tokens", heldout.tokens)]
     counts_V = np.zeros(len(table_VD), np.int64)
     for _, labels_T in train:
-        counts_V += np.bincount(present("labels_T", labels_T), minlength=len(table_VD))
+        counts_V += np.bincount(labels_T, minlength=len(table_VD))
     order_V = np.argsort(-counts_V, kind="stable")
     place_V = np.argsort(order_V)
     train, held = (
@@ -252,6 +252,10 @@ def halves(blocks: Sequence[Tokens]) -> tuple[list[Tokens], list[Tokens]]:
             at = stop
         first += len(hidden_ND)
     return both
+
+
+def _labeled(block):
+    return Tokens(block.hidden_TD, present("labels_T", block.labels_T))
 
 
 def _cut(blocks):

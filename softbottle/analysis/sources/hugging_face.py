@@ -314,7 +314,7 @@ def _probe(pretrained, ids):
     """What the model does to its logits, by a pass over the first tokens."""
     config = pretrained.module.config.get_text_config()
     most = getattr(config, "max_position_embeddings", None) or _PROBE
-    passed = _pass(pretrained, ids[: min(_PROBE, most)])
+    passed = _pass(pretrained, ids[: min(_PROBE, most)], attention=False)
     return _change(config, passed), passed
 
 
@@ -366,7 +366,7 @@ def _fact(pretrained, config, made):
     )
 
 
-def _pass(pretrained, ids_S):
+def _pass(pretrained, ids_S, attention=True):
     """Read tokens; the last state is what the head was given, whatever it is called."""
     name, torch, model, *_ = pretrained
     head, read = pretrained.head, []
@@ -376,7 +376,7 @@ def _pass(pretrained, ids_S):
             output = model(
                 torch.as_tensor(ids_S)[None].long(),
                 output_hidden_states=True,
-                output_attentions=True,
+                output_attentions=attention,
                 use_cache=False,
             )
             if not read:
