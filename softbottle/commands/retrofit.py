@@ -26,30 +26,55 @@ from softbottle.experiments import (
 WORKDIR = flags.DEFINE_string("workdir", None, "Where it all goes.", required=True)
 HF = flags.DEFINE_string("hf", None, "A Hugging Face model: a folder, or its name.")
 GGUF = flags.DEFINE_string("gguf", None, "A model in a GGUF file.")
-TEXTS = flags.DEFINE_multi_string("text", [], "What it reads: text, ids .npy, folder.")
-HELDOUT = flags.DEFINE_multi_string("heldout", [], "Else the last 5% of each text.")
-STATES = flags.DEFINE_string("states", None, "A folder of states, or WORKDIR/states.")
+TEXTS = flags.DEFINE_multi_string(
+    "text", [], "What it reads: a text, ids in a .npy file, or a folder of these."
+)
+HELDOUT = flags.DEFINE_multi_string(
+    "heldout", [], "Text to judge by; else the last 5% of each --text."
+)
+STATES = flags.DEFINE_string(
+    "states", None, "Where the states are, or go; WORKDIR/states by default."
+)
 ONLY = flags.DEFINE_bool("only_states", False, "Compute the states, and stop.")
-POSITIONS = flags.DEFINE_integer("positions", None, "Tokens per text.", lower_bound=2)
-WINDOW = flags.DEFINE_integer("window", 512, "Tokens at a time.", lower_bound=2)
-TRUNK = flags.DEFINE_enum("trunk_dtype", "float32", trunk.DTYPES, "Of its products.")
-HEAD = flags.DEFINE_enum("head", None, retrofit_arms.MIXED, "One head, beside moc.")
-COMPONENTS = flags.DEFINE_integer("components", 4, "Of --head.", lower_bound=1)
-ARMS = flags.DEFINE_list("arms", None, "Several heads; by default those of the docs.")
-WIDTH = flags.DEFINE_list("width", None, "Of narrow tables; else the states' own.")
-FREEZE = flags.DEFINE_enum("freeze", "table", retrofit_trial.FROZEN, "Not trained.")
+POSITIONS = flags.DEFINE_integer(
+    "positions", None, "How many tokens of each text; all by default.", lower_bound=2
+)
+WINDOW = flags.DEFINE_integer(
+    "window", 512, "Tokens that the model reads at a time.", lower_bound=2
+)
+TRUNK = flags.DEFINE_enum(
+    "trunk_dtype", "float32", trunk.DTYPES, "Of the trunk's products."
+)
+HEAD = flags.DEFINE_enum(
+    "head", None, retrofit_arms.MIXED, "One head; its control, moc, is trained, too."
+)
+COMPONENTS = flags.DEFINE_integer(
+    "components", 4, "Components, or classes of words, of --head.", lower_bound=1
+)
+ARMS = flags.DEFINE_list(
+    "arms", None, f"Several heads, such as {','.join(retrofit_arms.FULL)}."
+)
+WIDTH = flags.DEFINE_list("width", None, "Of narrow tables; else as wide as states.")
+FREEZE = flags.DEFINE_enum(
+    "freeze", "table", retrofit_trial.FROZEN, "What is not trained, beside the trunk."
+)
 OBJECTIVE = flags.DEFINE_enum(
     "objective", "words", retrofit_trial.OBJECTIVES, "Next word, KL to own, or both."
 )
 RATES = flags.DEFINE_list("rates", ["0.001"], "Learning rates of every head.")
-SEEDS = flags.DEFINE_integer("seeds", 2, "Runs at the best rate.", lower_bound=1)
-STEPS = flags.DEFINE_integer("steps", None, "One pass by default.", lower_bound=1)
+SEEDS = flags.DEFINE_integer(
+    "seeds", 2, "Runs of every head at its best rate.", lower_bound=1
+)
+STEPS = flags.DEFINE_integer(
+    "steps", None, "Of every run; one pass over the states by default.", lower_bound=1
+)
 BATCH = flags.DEFINE_integer("batch", 4096, "Tokens per step.", lower_bound=1)
 COMPUTE = flags.DEFINE_enum(
     "compute_dtype", "float32", trunk.DTYPES, "Of products with the table."
 )
-UNFREEZE = flags.DEFINE_bool("unfreeze", False, "Train trunk and table, too.")
+UNFREEZE = flags.DEFINE_bool("unfreeze", False, "Train trunk and table with the head.")
 TRUNK_RATE = program.define_float("trunk_rate", 1e-5, "Of --unfreeze.", lower_bound=0.0)
+KEEP = flags.DEFINE_bool("keep", False, "Keep the trained heads in WORKDIR/heads.")
 MINUTES = flags.DEFINE_float("minutes", None, "End after so many.", lower_bound=0.0)
 program.define_compilation_cache()
 
@@ -89,11 +114,11 @@ def main() -> None:
     if not STEPS.value:
         steps = retrofit_data.steps_per_pass(problem.train, BATCH.value)
         training = training._replace(steps=steps)
-    fit = retrofit.frozen(problem)
+    fit, rate = retrofit.frozen(problem), None
     if UNFREEZE.value:
-        tuner = retrofit_trunk.Tuner(pretrained, encoded, problem, TRUNK_RATE.value)
-        fit = tuner.fit
-    how = (training, fit, MINUTES.value, UNFREEZE.value)
+        rate = TRUNK_RATE.value
+        fit = retrofit_trunk.Tuner(pretrained, encoded, problem, rate).fit
+    how = (training, fit, MINUTES.value, rate, KEEP.value)
     retrofit.compare(problem, WORKDIR.value, grid, *how)
 
 

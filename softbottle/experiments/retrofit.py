@@ -13,13 +13,14 @@ to do, on any machine. A line has
     loss, valid_loss  held-out loss, and that of the regions that choose the rate; nats
     kl, start_kl      KL(own || head) on the held-out text, and at step 0
     deciles           words, tokens and loss by frequency of the next word
-    regions           losses of stretches of the held-out text, for paired differences
+    regions, kl_regions          loss and KL of stretches of the held-out text
     rank, effective_rank, rank_positions    of log P on some of the held-out text
     prior, responsibilities, and their entropies    mean by component, largest first
     parameters, table_bytes, flop           of the head (retrofit_arms.Costs)
     step_ms, seconds  median per step; of all steps, without compilation
     elapsed           wall seconds with compilation and evaluation
-    objective, freeze, batch, steps, compute_dtype, unfreeze, device, jax
+    objective, freeze, batch, steps, compute_dtype, device, jax
+    trunk_rate        null where the trunk is frozen
     fingerprint       a hash of the settings and of what the states are of
 
 or `failed` with the reason. The first line is the model's own head, `own`.
@@ -29,6 +30,7 @@ best rate, by `valid_loss`.
 """
 
 import hashlib
+import io
 import json
 import math
 import pathlib
@@ -37,7 +39,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
+from softbottle import files
 from softbottle.analysis.capture import Capture
 from softbottle.experiments import (
     processes,
@@ -62,6 +66,12 @@ class Key(NamedTuple):
     width: int | None
     rate: float
     seed: int
+
+    @property
+    def name(self) -> str:
+        """Of its files."""
+        width = "" if self.width is None else f"-{self.width}"
+        return f"{self.arm.replace(':', '-')}{width}-{self.rate:g}-{self.seed}"
 
     def __str__(self) -> str:
         """For people."""
@@ -149,7 +159,8 @@ def compare(
     training: Training,
     fit: Fit,
     minutes: float | None = None,
-    unfreeze: bool = False,
+    trunk_rate: float | None = None,
+    keep: bool = False,
 ) -> list[Row]:
     """`run`, with any way to train a head.
 
@@ -160,7 +171,8 @@ def compare(
         training: as of `run`.
         fit: trains a head; None if it was not ready in time.
         minutes: as of `run`.
-        unfreeze: whether `fit` trains the trunk as well.
+        trunk_rate: the trunk's learning rate, if `fit` trains it as well.
+        keep: whether trained heads are kept in `workdir/heads` (`save`).
 
     Raises:
         ValueError: as `run`.
@@ -169,14 +181,14 @@ def compare(
     workdir = pathlib.Path(workdir)
     path = workdir / ROWS
     rows = rows_lib.read(path, _key)
-    mark = fingerprint(problem, training, unfreeze)
+    mark = fingerprint(problem, training, trunk_rate)
     for row in rows:
         rows_lib.check(path, _key(row), row, mark)
     for key in plan(grid, training, rows):
         if key.arm != OWN:
             retrofit_arms.expected_costs(problem, key.arm, key.width)
     workdir.mkdir(parents=True, exist_ok=True)
-    shared = training._asdict() | {"unfreeze": unfreeze, "fingerprint": mark}
+    shared = training._asdict() | {"trunk_rate": trunk_rate, "fingerprint": mark}
     shared |= {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
     broken: dict[Key, str] = {}
 
@@ -191,7 +203,10 @@ def compare(
     def do(key, seconds):
         began = time.monotonic()
         deadline = math.inf if seconds is None else began + seconds
-        row = processes.attempt(lambda: _row(problem, key, training, fit, deadline))
+        folder = workdir / "heads" if keep else None
+        row = processes.attempt(
+            lambda: _row(problem, key, training, fit, deadline, folder)
+        )
         if not row:
             return 0
         spent = round(time.monotonic() - began, 3)
@@ -248,14 +263,33 @@ def missing(grid: Grid, training: Training, rows: Sequence[Row]) -> list[Key]:
     return [key for key in plan(grid, training, rows) if key not in done]
 
 
-def fingerprint(problem: Problem, training: Training, unfreeze: bool = False) -> str:
+def fingerprint(
+    problem: Problem, training: Training, trunk_rate: float | None = None
+) -> str:
     """A hash of the settings that all rows share, and of what the states are of."""
     sizes = [len(rows) for rows in (problem.train, problem.valid, problem.heldout)]
-    told = [problem.digest, sizes, training._replace(rate=0.0), unfreeze]
+    told = [problem.digest, sizes, training._replace(rate=0.0), trunk_rate]
     return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
 
 
-def _row(problem, key, training, fit, deadline):
+def save(path: pathlib.Path, problem: Problem, made: Start) -> None:
+    """Keep a head as an .npz file.
+
+    It has `table`, `bias` and, as `params.NAME`, the head's own parameters, for states
+    divided by `scale`; row v of the table is the model's token `order[v]`.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    arrays: dict[str, Any] = {
+        f"params.{name}": np.asarray(array) for name, array in made.params.items()
+    }
+    arrays |= {"table": np.asarray(made.table_VE), "bias": np.asarray(made.bias_V)}
+    arrays |= {"scale": np.asarray(problem.train.scale), "order": problem.order_V}
+    stream = io.BytesIO()
+    np.savez(stream, **arrays)
+    files.replace(path, stream.getvalue())
+
+
+def _row(problem, key, training, fit, deadline, folder):
     """What a run came to; nothing if it was not ready in time."""
     if key.arm == OWN:
         own = retrofit_arms.own(problem)
@@ -267,6 +301,8 @@ def _row(problem, key, training, fit, deadline):
     result = fit(begun, training._replace(rate=key.rate), key.seed, deadline)
     if result is None:
         return {}
+    if folder:
+        save(folder / f"{key.name}.npz", problem, result.made)
     start = {"start_loss": float(first.nll_N.sum() / count)}
     return start | {"start_kl": float(first.kl / count)} | result.row
 

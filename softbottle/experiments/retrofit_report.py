@@ -7,7 +7,9 @@ A mixture of softmaxes is judged against the mixture of contexts of the same wid
 which has its parameters and not its rank, and never against the untouched model. A
 difference has two deviations: over seeds, pooled over all arms of that width; and over
 the text, from the paired differences of its regions. It counts if it is below -0.01
-nats and beyond three of the larger one.
+nats and beyond three of the larger one. With a narrow table a head is also judged by
+its divergence from the model's own head, against the softmax of the same flop and that
+of the same parameters.
 """
 
 import math
@@ -31,6 +33,11 @@ RULE = (
     "deviations (the larger of that over seeds and that over regions of the text). MoS "
     "minus the untouched model proves nothing: MoC has the same parameters. No effect "
     "is a result."
+)
+COST_RULE = (
+    "A narrow head gives something back if its KL to the model's own head is below "
+    "that of the softmax of equal flop and that of equal parameters, each by "
+    f"{-EFFECT} nats and {DEVIATIONS:g} deviations."
 )
 
 
@@ -102,25 +109,48 @@ def points(rows: Sequence[Row]) -> list[Point]:
 
 
 def differences(found: Sequence[Point]) -> list[Difference]:
-    """Every arm but softmaxes against the MoC of its width, where there is one."""
+    """Losses of every arm but softmaxes less that of the MoC of its width."""
     compared = []
-    for asked in dict.fromkeys(point.asked for point in found):
-        same = [point for point in found if point.asked == asked and point.arm != OWN]
+    for same in _by_width(found):
         controls = [point for point in same if point.arm.startswith("moc")]
         if not controls:
             continue
-        control, noise = controls[0], _noise(same)
-        for point in same:
-            if point is control or point.arm.startswith(SOFTMAX):
-                continue
-            counts = len(point.runs), len(control.runs)
-            nats = point.mean("loss") - control.mean("loss")
-            seeds = noise * math.sqrt(sum(1 / count for count in counts))
-            text = _text_deviation(point, control)
-            compared.append(
-                Difference(point.arm, control.arm, point.width, nats, seeds, text)
-            )
+        compared += [
+            _difference(point, controls[0], same, "loss", "regions")
+            for point in same
+            if point is not controls[0] and not point.arm.startswith(SOFTMAX)
+        ]
     return compared
+
+
+def against_costs(found: Sequence[Point]) -> list[Difference]:
+    """Divergences from the model's own head less those of the softmaxes matched."""
+    compared = []
+    for same in _by_width(found):
+        by_arm = {point.arm: point for point in same}
+        for point in same:
+            rival = by_arm.get(point.arm.partition(":")[2])
+            if rival is not None:
+                compared.append(_difference(rival, point, same, "kl", "kl_regions"))
+    return compared
+
+
+def _by_width(found):
+    """Points that may be compared: of one width that was asked for."""
+    for asked in dict.fromkeys(point.asked for point in found):
+        yield [point for point in found if point.asked == asked and point.arm != OWN]
+
+
+def _difference(point, control, same, field, regions):
+    counts = len(point.runs), len(control.runs)
+    return Difference(
+        point.arm,
+        control.arm,
+        point.width,
+        point.mean(field) - control.mean(field),
+        _noise(same, field) * math.sqrt(sum(1 / count for count in counts)),
+        _text_deviation(point, control, regions),
+    )
 
 
 def write(
@@ -151,6 +181,11 @@ def write(
         text += [verdicts(compared), ""]
     else:
         text += ["No arm `moc-K` was run beside others: nothing is decided.", ""]
+    matched = against_costs(found)
+    if matched:
+        tables += ["", verdicts(matched)]
+        text += ["## Against a softmax of the same cost", "", COST_RULE, ""]
+        text += [verdicts(matched), ""]
     text += ["## Components", "", components(found), ""]
     failed = [row for row in rows if "failed" in row]
     if failed:
@@ -284,21 +319,20 @@ def _deciles(point):
     return np.mean(np.array(runs, float), axis=0)
 
 
-def _noise(same):
-    """The deviation of a loss over seeds, pooled over arms; NaN with one seed each."""
+def _noise(same, field):
+    """The deviation over seeds, pooled over arms; NaN with one seed each."""
     variances = [
-        statistics.variance([row["loss"] for row in point.runs])
+        statistics.variance([row[field] for row in point.runs])
         for point in same
         if len(point.runs) > 1
     ]
     return math.sqrt(statistics.fmean(variances)) if variances else math.nan
 
 
-def _text_deviation(point, control):
+def _text_deviation(point, control, field):
     """The standard error of the difference over regions, means over the seeds."""
     both = [
-        np.mean([row["regions"] for row in each.runs], axis=0)
-        for each in (point, control)
+        np.mean([row[field] for row in each.runs], axis=0) for each in (point, control)
     ]
     gaps = both[0] - both[1]
     if len(gaps) < 2:
@@ -313,8 +347,8 @@ def _setting(problem, rows):
         "distill": "KL from the model's own head",
         "both": "the next word plus KL from the model's own head",
     }[row["objective"]]
-    if row["unfreeze"]:
-        kept = "Trunk and table are trained."
+    if row["trunk_rate"] is not None:
+        kept = f"Trunk and table are trained, at {row['trunk_rate']:g}."
     elif row["freeze"] == "table":
         kept = "Trunk, table and bias are frozen."
     else:

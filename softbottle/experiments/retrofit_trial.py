@@ -58,7 +58,7 @@ class Training(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """What held-out text comes to, added up; tokens by decile of the next word."""
+    """What held-out text comes to, added up, and by token; N deciles of the words."""
 
     nll_N: np.ndarray
     tokens_N: np.ndarray
@@ -68,6 +68,7 @@ class Sums(NamedTuple):
     posterior_K: np.ndarray
     posterior_entropy: float
     nll_T: np.ndarray
+    kl_T: np.ndarray
 
 
 def trainable(begun: Start, training: Training) -> Any:
@@ -222,14 +223,16 @@ def evaluate(
     arrays, decile_V = (made[1:], retrofit_arms.own(problem)[1:]), problem.decile_V
     shared = {"head": made.head, "options": options}
     total: Any = None
-    nll = []
+    by_token = []
     walks = (retrofit_data.in_order(each, batch) for each in (rows, own_rows or rows))
     for tokens, (own_TD, *_) in zip(*walks, strict=True):
-        sums, nll_T = _score(arrays, decile_V, *tokens, own_TD, **shared)
+        sums, nll_T, kl_T = _score(arrays, decile_V, *tokens, own_TD, **shared)
         sums = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), sums)
         total = sums if total is None else jax.tree.map(np.add, total, sums)
-        nll.append(np.asarray(nll_T)[tokens[2] > 0])
-    return Sums(**total, nll_T=np.concatenate(nll))
+        real_T = tokens[2] > 0
+        by_token.append([np.asarray(each)[real_T] for each in (nll_T, kl_T)])
+    nll_T, kl_T = map(np.concatenate, zip(*by_token, strict=True))
+    return Sums(**total, nll_T=nll_T, kl_T=kl_T)
 
 
 def outcome(
@@ -264,7 +267,8 @@ def outcome(
             }
             for decile in range(DECILES)
         ],
-        "regions": [float(part.mean()) for part in _regions(sums.nll_T)],
+        "regions": _regions(sums.nll_T),
+        "kl_regions": _regions(sums.kl_T),
         "heldout_tokens": int(count),
         "width": made.table_VE.shape[1],
         "head": repr(made.head),
@@ -316,7 +320,7 @@ def _step(state, rate, arrays, hidden_TD, labels_T, *, head, training):
 
 @functools.partial(jax.jit, static_argnames=("head", "options"))
 def _score(arrays, decile_V, hidden_TD, labels_T, weights_T, own_TD, *, head, options):
-    """Sums over tokens, and the loss of each."""
+    """Sums over tokens; loss and divergence of each."""
     made, own = Start(head, *arrays[0]), Start(heads.softmax(), *arrays[1])
     found = head.measure(
         *(made.params, made.table_VE, made.bias_V, hidden_TD, labels_T),
@@ -347,7 +351,7 @@ def _score(arrays, decile_V, hidden_TD, labels_T, weights_T, own_TD, *, head, op
         "posterior_K": by_component(found["responsibilities"]),
         "posterior_entropy": entropy(found["responsibilities"]),
     }
-    return sums, nll_T
+    return sums, nll_T, kl_T
 
 
 @functools.partial(jax.jit, static_argnames="head")
@@ -355,8 +359,10 @@ def _log_probs(arrays, hidden_TD, *, head):
     return head.log_probs(*arrays, hidden_TD)
 
 
-def _regions(nll_T):
-    return np.array_split(nll_T, min(REGIONS, len(nll_T)))
+def _regions(values_T):
+    """Means of stretches of the text."""
+    parts = np.array_split(values_T, min(REGIONS, len(values_T)))
+    return [float(part.mean()) for part in parts]
 
 
 def _sorted(shares_K):

@@ -133,7 +133,6 @@ class Tuner:
             "step_ms": step_ms,
             "seconds": None if step_ms is None else training.steps * step_ms / 1e3,
             "train_loss": float(jnp.mean(jnp.stack(losses[-_CHECK:]))),
-            "trunk_rate": self._rate,
         }
         scores = retrofit_trial.outcome(self._problem, made, training, self._heldout())
         return Result(made, told | scores)

@@ -183,3 +183,43 @@ def test_bad_arrays_and_unknown_instruments_are_errors():
         make_capture(hidden=[np.ones((41, 4))])
     with pytest.raises(ValueError, match="not finite"):
         make_capture(table=np.full((97, 5), np.nan))
+
+
+def test_files_of_arrays_are_mapped_and_stay_as_they_are(tmp_path):
+    made = make_capture()
+    hidden_ND = made.states[-1].astype(np.float16)
+    np.save(tmp_path / "hidden.npy", hidden_ND)
+    np.save(tmp_path / "table.npy", made.table_VE)
+    found = capture_lib.Capture.from_states(
+        tmp_path / "hidden.npy", str(tmp_path / "table.npy"), labels=range(41)
+    )
+    assert isinstance(found.tokens[0].hidden_TD, np.memmap)
+    assert found.tokens[0].hidden_TD.dtype == np.float16
+    np.testing.assert_array_equal(found.table_VE, made.table_VE)
+    np.testing.assert_array_equal(found.tokens[0].labels_T, np.arange(41))
+    np.savez(tmp_path / "all.npz", hidden=hidden_ND, table=made.table_VE)
+    with np.load(tmp_path / "all.npz") as stored:
+        packed = capture_lib.Capture.from_states(**stored)
+    # In memory, what is narrow is widened: sums of it would lose what they add.
+    assert packed.states[-1].dtype == np.float32
+    np.testing.assert_array_equal(packed.states[-1], hidden_ND)
+
+
+@pytest.mark.parametrize("entry", [0, 40])
+def test_arrays_are_looked_through_in_parts(entry, monkeypatch):
+    monkeypatch.setattr(capture_lib, "_READ", 12)
+    hidden_ND = make_capture().states[-1].copy()
+    make_capture(hidden=hidden_ND)
+    hidden_ND[entry, 3] = np.inf
+    with pytest.raises(ValueError, match="hidden has entries that are not finite"):
+        make_capture(hidden=hidden_ND)
+
+
+def test_what_is_no_array_is_refused(tmp_path):
+    (tmp_path / "text.npy").write_text("no array")
+    with pytest.raises(ValueError, match=r"hidden: .*text.npy is no .npy file"):
+        make_capture(hidden=tmp_path / "text.npy")
+    with pytest.raises(ValueError, match="table: .* is no .npy file"):
+        make_capture(table=tmp_path / "none.npy")
+    with pytest.raises(ValueError, match="table must be numbers"):
+        make_capture(table=np.full((97, 5), "x"))
