@@ -177,3 +177,12 @@ def test_a_head_loads_heads_and_ops_alone(fresh_import):
 def test_loading_a_head_touches_no_device(fresh_import):
     _, backends = fresh_import
     assert backends == 0
+
+
+def test_a_capture_needs_jax_and_numpy_alone():
+    program = (
+        f"import sys\nfor name in {sorted(HEAVY)}: sys.modules[name] = None\n"
+        "import numpy, softbottle\n"
+        "softbottle.Capture.from_states(numpy.ones((3, 2)), numpy.ones((5, 2)))\n"
+    )
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)

@@ -10,7 +10,8 @@ to do, on any machine. A line has
     rate, seed        learning rate; of the head's start and the order of the batches
     head              what the arm is
     start_loss        held-out loss at step 0: the model's own, at full width
-    loss, valid_loss  held-out loss, and that of the regions that choose the rate; nats
+    loss              held-out loss, in nats
+    valid             the objective on the regions of held-out text that choose the rate
     kl, start_kl      KL(own || head) on the held-out text, and at step 0
     deciles           words, tokens and loss by frequency of the next word
     regions, kl_regions          loss and KL of stretches of the held-out text
@@ -26,7 +27,7 @@ to do, on any machine. A line has
 or `failed` with the reason. The first line is the model's own head, `own`.
 
 Every arm is trained at every rate with the first seed, and with the other seeds at its
-best rate, by `valid_loss`.
+best rate, by `valid`.
 """
 
 import hashlib

@@ -1,6 +1,6 @@
 """The rows of a retrofit as a page and a picture.
 
-Of an arm's learning rates the one with the lowest loss on the validation regions is
+Of an arm's learning rates the one with the best objective on the validation regions is
 shown; the numbers are of the other regions, means over the seeds.
 
 A mixture of softmaxes is judged against the mixture of contexts of the same width,
@@ -81,9 +81,9 @@ class Difference(NamedTuple):
 
 
 def best_rate(rows: Sequence[Row], arm: str, asked: int | None) -> float | None:
-    """The rate of an arm with the lowest validation loss; None without runs."""
+    """The rate of an arm with the best validation; None without runs."""
     losses = {
-        row["rate"]: row["valid_loss"]
+        row["rate"]: row["valid"]
         for row in rows
         if (row["arm"], row["asked_width"], row["seed"]) == (arm, asked, 0)
         and "failed" not in row

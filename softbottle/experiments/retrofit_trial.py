@@ -254,7 +254,7 @@ def outcome(
     costs = retrofit_arms.costs(made)
     words_N = np.bincount(problem.decile_V, minlength=DECILES)
     found = {
-        "valid_loss": float(valid.nll_N.sum() / valid.tokens_N.sum()),
+        "valid": _lowered(valid, training),
         "loss": float(sums.nll_N.sum() / count),
         "kl": float(sums.kl / count),
         "deciles": [
@@ -281,6 +281,13 @@ def outcome(
         found["responsibilities"] = _sorted(sums.posterior_K / count)
         found["responsibility_entropy"] = float(sums.posterior_entropy / count)
     return found | ranks(made, read.heldout)
+
+
+def _lowered(sums, training):
+    """What the training lowers, on some text."""
+    count = sums.tokens_N.sum()
+    words, kl = float(sums.nll_N.sum() / count), float(sums.kl / count)
+    return {"words": words, "distill": kl, "both": words + kl}[training.objective]
 
 
 def ranks(made: Start, rows: Rows) -> dict[str, Any]:

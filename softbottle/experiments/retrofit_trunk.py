@@ -24,7 +24,7 @@ import numpy as np
 
 from softbottle.analysis.capture import Tokens
 from softbottle.analysis.sources import states, trunk
-from softbottle.analysis.sources.hugging_face import Pretrained
+from softbottle.analysis.sources.pretrained import Pretrained
 from softbottle.experiments import retrofit_data, retrofit_trial
 from softbottle.experiments.retrofit import Result
 from softbottle.experiments.retrofit_arms import Start

@@ -245,7 +245,7 @@ def make_rows(arm, losses, rate=0.1, valid=None, asked=None, spread=0.0):
             **{
                 "seed": seed,
                 "loss": loss,
-                "valid_loss": loss if valid is None else valid,
+                "valid": loss if valid is None else valid,
             },
             **{"regions": (loss + regions).tolist(), "kl": loss / 2},
             "kl_regions": (loss / 2 + regions).tolist(),

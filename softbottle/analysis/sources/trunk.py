@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from softbottle.analysis.sources import hugging_face, states, texts
+from softbottle.analysis.sources.pretrained import Pretrained, load_gguf, load_hf
 from softbottle.analysis.sources.reading import Front, Model
 
 DTYPES = ("float32", "bfloat16")
@@ -23,21 +24,21 @@ DTYPES = ("float32", "bfloat16")
 
 def load(
     hf: pathlib.Path | str | None = None, gguf: pathlib.Path | str | None = None
-) -> hugging_face.Pretrained:
+) -> Pretrained:
     """A model of `transformers`, from a folder or the hub, or from a GGUF file.
 
     Raises:
-        ValueError: unless one of the two is given, and as `hugging_face.load_hf`.
-        ImportError: as `hugging_face.load_hf`.
+        ValueError: unless one of the two is given, and as `pretrained.load_hf`.
+        ImportError: as `pretrained.load_hf`.
     """
     if gguf is not None and hf is None:
-        return hugging_face.load_gguf(gguf)
+        return load_gguf(gguf)
     if hf is not None and gguf is None:
-        return hugging_face.load_hf(hf)
+        return load_hf(hf)
     raise ValueError("a model is needed, from --hf or from --gguf.")
 
 
-def hidden(pretrained: hugging_face.Pretrained, ids_BS: np.ndarray) -> Any:
+def hidden(pretrained: Pretrained, ids_BS: np.ndarray) -> Any:
     """What the head reads, a tensor [B, S, D], with its graph unless there is no grad.
 
     Raises:
@@ -79,7 +80,7 @@ class Texts(NamedTuple):
 
 
 def encode(
-    pretrained: hugging_face.Pretrained,
+    pretrained: Pretrained,
     train: Sequence[pathlib.Path | str],
     heldout: Sequence[pathlib.Path | str] = (),
     *,
@@ -105,15 +106,17 @@ def encode(
         raise ValueError("a text is needed.")
     first = next(iter(named[0].values()))
     read = states.Texts(named[0], named[1], window=window)
-    return Texts(read, pretrained.measured(first), pretrained.front(first))
+    return Texts(
+        read, hugging_face.measured(pretrained, first), pretrained.front(first)
+    )
 
 
 def keep(
-    pretrained: hugging_face.Pretrained,
+    pretrained: Pretrained,
     encoded: Texts,
     folder: pathlib.Path | str,
     dtype: str = "float32",
-    batch: int = 8,
+    batch: int | None = None,
 ) -> states.Stored:
     """Compute the states of texts once, and keep them; goes on where it stopped.
 
@@ -122,13 +125,14 @@ def keep(
         encoded: what it reads.
         folder: where they go (states.py).
         dtype: of the trunk's products, one of DTYPES.
-        batch: windows at a time.
+        batch: windows at a time; None is 32 on a GPU and 4 elsewhere.
 
     Raises:
         ValueError: as `states.write`.
     """
     torch, module = pretrained.torch, pretrained.module
     where = "cuda" if torch.cuda.is_available() else "cpu"
+    batch = batch or (32 if where == "cuda" else 4)
 
     def read(ids_BS):
         # Weights stay float32; autocast rounds what meets in a product.
@@ -153,7 +157,7 @@ def to_jax(tensor: Any) -> jax.Array:
     return jnp.from_dlpack(tensor.detach().contiguous())
 
 
-def to_torch(pretrained: hugging_face.Pretrained, array: jax.Array) -> Any:
+def to_torch(pretrained: Pretrained, array: jax.Array) -> Any:
     """An array as PyTorch has it, without a copy on the same device."""
     return pretrained.torch.from_dlpack(array)
 
