@@ -48,7 +48,9 @@ from softbottle.experiments import (
     processes,
     retrofit_arms,
     retrofit_data,
+    retrofit_plot,
     retrofit_report,
+    retrofit_scores,
     retrofit_trial,
 )
 from softbottle.experiments import rows as rows_lib
@@ -121,7 +123,7 @@ def run(
     Args:
         capture: a model's states along a text, with labels and its own head, as
             `Capture.from_states` has them.
-        workdir: where `retrofit.jsonl`, `retrofit.md` and `retrofit.png` go.
+        workdir: where `retrofit.jsonl`, `retrofit.md` and its pictures go.
         grid: what is compared.
         training: of every run; its rate is not read.
         heldout: states of held-out text; None holds out the end of the text.
@@ -148,7 +150,7 @@ def frozen(problem: Problem) -> Fit:
         if fitted is None:
             return None
         made, told = fitted
-        return Result(made, told | retrofit_trial.outcome(problem, made, training))
+        return Result(made, told | retrofit_scores.outcome(problem, made, training))
 
     return fit
 
@@ -220,6 +222,9 @@ def compare(
     processes.one_by_one(minutes, broken, choose, do)
     left = [str(key) for key in missing(grid, training, rows)]
     print(retrofit_report.write(workdir, problem, rows, left))
+    if found := retrofit_report.points(rows):
+        retrofit_plot.costs(found).save(workdir / "retrofit.png")
+        retrofit_plot.frequencies(found).save(workdir / "retrofit-words.png")
     return rows
 
 
@@ -294,10 +299,10 @@ def _row(problem, key, training, fit, deadline, folder):
     """What a run came to; nothing if it was not ready in time."""
     if key.arm == OWN:
         own = retrofit_arms.own(problem)
-        return retrofit_trial.outcome(problem, own, training) | {"steps": 0}
+        return retrofit_scores.outcome(problem, own, training) | {"steps": 0}
     begun = retrofit_arms.start(problem, key.arm, key.width, key.seed)
     options, batch = training.options, training.batch
-    first = retrofit_trial.evaluate(problem, begun, problem.heldout, batch, options)
+    first = retrofit_scores.evaluate(problem, begun, problem.heldout, batch, options)
     count = first.tokens_N.sum()
     result = fit(begun, training._replace(rate=key.rate), key.seed, deadline)
     if result is None:

@@ -1,4 +1,4 @@
-"""The rows of a retrofit as a page and a picture.
+"""The rows of a retrofit as a page.
 
 Of an arm's learning rates the one with the best objective on the validation regions is
 shown; the numbers are of the other regions, means over the seeds.
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from softbottle import drawing, files
+from softbottle import files
 from softbottle.experiments import rows as rows_lib
 from softbottle.experiments.retrofit_arms import OWN, SOFTMAX
 from softbottle.experiments.retrofit_data import Problem
@@ -156,10 +156,10 @@ def _difference(point, control, same, field, regions):
 def write(
     workdir: pathlib.Path, problem: Problem, rows: Sequence[Row], missing: list[str]
 ) -> str:
-    """Write `retrofit.md` and `retrofit.png`.
+    """Write `retrofit.md`.
 
     Args:
-        workdir: where they go.
+        workdir: where it goes.
         problem: what the rows are of.
         rows: of the runs that are finished.
         missing: the runs that are not.
@@ -176,7 +176,18 @@ def write(
         tables += ["", verdicts(compared)]
     heading = f"# Other heads on {problem.name}" + (": partial" if missing else "")
     text = [heading, "", *_setting(problem, rows), "", "## Held-out text", ""]
-    text += [table(found), "", "![](retrofit.png)", "", "## Against MoC", "", RULE, ""]
+    text += [
+        table(found),
+        "",
+        "![](retrofit.png)",
+        "",
+        "![](retrofit-words.png)",
+        "",
+        "## Against MoC",
+        "",
+        RULE,
+        "",
+    ]
     if compared:
         text += [verdicts(compared), ""]
     else:
@@ -193,7 +204,6 @@ def write(
     if missing:
         text += ["## Missing", "", *(f"- {name}" for name in missing), ""]
     files.replace(workdir / "retrofit.md", "\n".join(text))
-    draw(found).save(workdir / "retrofit.png")
     return "\n".join(tables)
 
 
@@ -206,7 +216,7 @@ def table(found: Sequence[Point]) -> str:
     own = next((point.mean("loss") for point in found if point.arm == OWN), math.nan)
     lines: list[list[str]] = []
     for point in found:
-        row, ranks = point.runs[0], {run["rank"] for run in point.runs}
+        row = point.runs[0]
         lines.append(
             [
                 *(
@@ -219,7 +229,7 @@ def table(found: Sequence[Point]) -> str:
                 f"{point.mean('loss') - own:+.4f}",
                 rows_lib.spread([run["kl"] for run in point.runs], 4),
                 _number(row.get("start_loss"), ".4f"),
-                "-".join(dict.fromkeys(f"{end:,}" for end in (min(ranks), max(ranks)))),
+                _ranks(point),
                 f"{row['parameters']:,}",
                 f"{row['table_bytes'] / 1e6:.1f}",
                 f"{row['flop'] / 1e6:.1f}",
@@ -259,64 +269,6 @@ def components(found: Sequence[Point]) -> str:
             cells += [shares, _number(row.get(entropy), ".3f")]
         lines.append(cells)
     return rows_lib.table(titles, lines) if lines else "No arm has components."
-
-
-def draw(found: Sequence[Point]) -> drawing.Figure:
-    """Loss and KL against what a head costs, and loss by frequency."""
-    figure = drawing.Figure(figsize=(12, 8))
-    panels = figure.subplots(2, 2)
-    own = next((point for point in found if point.arm == OWN), None)
-    base = own.mean("loss") if own else 0.0
-    panes = (
-        (panels[0, 0], "flop", 1e-6, "Mflop per token", "loss"),
-        (panels[0, 1], "flop", 1e-6, "Mflop per token", "kl"),
-        (panels[1, 0], "parameters", 1e-6, "parameters, millions", "kl"),
-    )
-    for axes, cost, unit, title, field in panes:
-        less = base if field == "loss" else 0.0
-        name = "held-out loss minus own" if field == "loss" else "KL to the own head"
-        softmaxes = [p for p in found if p.arm.startswith((SOFTMAX, OWN))]
-        line = sorted((p.mean(cost) * unit, p.mean(field) - less) for p in softmaxes)
-        if len(line) > 1:
-            axes.plot(*zip(*line, strict=True), "--", color=drawing.BLACK, lw=1)
-        for point in found:
-            place = point.mean(cost) * unit, point.mean(field) - less
-            axes.plot(*place, "o", color=_color(point), markersize=5)
-            label = point.arm if point.asked is None else f"{point.arm} {point.width}"
-            axes.annotate(
-                label,
-                place,
-                (4, 3),
-                textcoords="offset points",
-                fontsize=7,
-                color=_color(point),
-            )
-        axes.set(xlabel=title, ylabel=f"{name}, nats", xscale="log")
-    _frequencies(panels[1, 1], found, own)
-    return figure
-
-
-def _frequencies(axes, found, own):
-    axes.set(
-        xlabel="decile of the training tokens, most frequent words first",
-        ylabel="loss minus own, nats",
-    )
-    if own is None:
-        return
-    base = _deciles(own)
-    for point in found:
-        if point is not own:
-            gap = _deciles(point) - base
-            label = point.arm if point.asked is None else f"{point.arm} {point.width}"
-            axes.plot(np.arange(1, len(gap) + 1), gap, marker=".", label=label, lw=1)
-    axes.axhline(0, color=drawing.GRAY, lw=0.6)
-    if len(found) > 1:
-        axes.legend(fontsize=7, frameon=False, ncols=2)
-
-
-def _deciles(point):
-    runs = [[part["loss"] for part in row["deciles"]] for row in point.runs]
-    return np.mean(np.array(runs, float), axis=0)
 
 
 def _noise(same, field):
@@ -364,8 +316,16 @@ def _setting(problem, rows):
         f"tokens, products in {row['compute_dtype']}, {row['device']}, jax "
         f"{row['jax']}.",
         "- The rate is the best by the validation regions; `start` is the loss at step "
-        "0, `table MB` in bfloat16, flop those of the head.",
+        "0, `table MB` in bfloat16, flop those of the head, rank that of log P on "
+        f"{row.get('rank_positions', 0):,} positions.",
     ]
+
+
+def _ranks(point):
+    """Of all seeds; the sample is named where it is the limit."""
+    ranks = [row["rank"] for row in point.runs]
+    told = "-".join(dict.fromkeys(f"{end:,}" for end in (min(ranks), max(ranks))))
+    return f"{told}, all" if max(ranks) == point.runs[0]["rank_positions"] else told
 
 
 def _failure(row):
@@ -376,7 +336,3 @@ def _number(value, form):
     if value is None or not math.isfinite(value):
         return ""
     return format(value, form)
-
-
-def _color(point):
-    return drawing.HEADS.get(point.arm.partition("-")[0], drawing.GRAY)

@@ -25,11 +25,12 @@ import numpy as np
 from softbottle.analysis.capture import Tokens
 from softbottle.analysis.sources import states, trunk
 from softbottle.analysis.sources.pretrained import Pretrained
-from softbottle.experiments import retrofit_data, retrofit_trial
+from softbottle.experiments import retrofit_data, retrofit_scores, retrofit_trial
 from softbottle.experiments.retrofit import Result
 from softbottle.experiments.retrofit_arms import Start
 from softbottle.experiments.retrofit_data import Problem, Rows
-from softbottle.experiments.retrofit_trial import Heldout, Training
+from softbottle.experiments.retrofit_scores import Heldout
+from softbottle.experiments.retrofit_trial import Training
 from softbottle.training.metrics import NonFiniteLossError
 
 _CHECK = 20  # steps between two looks at the loss and the clock
@@ -134,7 +135,7 @@ class Tuner:
             "seconds": None if step_ms is None else training.steps * step_ms / 1e3,
             "train_loss": float(jnp.mean(jnp.stack(losses[-_CHECK:]))),
         }
-        scores = retrofit_trial.outcome(self._problem, made, training, self._heldout())
+        scores = retrofit_scores.outcome(self._problem, made, training, self._heldout())
         return Result(made, told | scores)
 
     def backward(

@@ -17,6 +17,7 @@ from softbottle.experiments import (
     retrofit_arms,
     retrofit_data,
     retrofit_report,
+    retrofit_scores,
     retrofit_trial,
 )
 from softbottle.experiments.retrofit_trial import Training
@@ -62,7 +63,7 @@ def heldout_rows():
 
 def scored(problem, made, batch=16):
     options = Training(1, 1, 0.1).options
-    sums = retrofit_trial.evaluate(problem, made, problem.heldout, batch, options)
+    sums = retrofit_scores.evaluate(problem, made, problem.heldout, batch, options)
     count = sums.tokens_N.sum()
     return sums.nll_N.sum() / count, sums.kl / count
 
@@ -192,7 +193,8 @@ def test_started_again_it_trains_nothing_and_reports_the_same(compared, monkeypa
     assert again == rows and (workdir / "retrofit.md").read_text() == page
     assert retrofit_report.RULE in page and "contamination" in page
     assert "Quantized weights" in page and "| mos-2 | 6 | moc-2 |" in page
-    assert (workdir / "retrofit.png").read_bytes().startswith(b"\x89PNG")
+    for name in ("retrofit.png", "retrofit-words.png"):
+        assert (workdir / name).read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="of other settings or of another text"):
         retrofit.run(capture, workdir, grid, training, digest="another")
 
