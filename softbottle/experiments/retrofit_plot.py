@@ -3,10 +3,12 @@
 import itertools
 from collections.abc import Sequence
 
+import matplotlib.backends.backend_agg
 import matplotlib.ticker
 import numpy as np
 
 from softbottle import drawing
+from softbottle.experiments import frontier_plot
 from softbottle.experiments.retrofit_arms import OWN, SOFTMAX
 from softbottle.experiments.retrofit_report import Point
 
@@ -21,8 +23,10 @@ _STYLES = ("-", "--", ":", "-.")
 
 def costs(found: Sequence[Point]) -> drawing.Figure:
     """Loss and KL by what a head costs; softmaxes of all ranks are a dashed line."""
-    figure = drawing.Figure(figsize=(15, 8))
+    figure = drawing.Figure(figsize=(15, 9))
+    matplotlib.backends.backend_agg.FigureCanvasAgg(figure)
     panels = figure.subplots(2, 3)
+    drawn = []
     own = [point.mean("loss") for point in found if point.arm == OWN]
     kinds = {"loss": "held-out loss minus own, nats", "kl": "KL to the own head, nats"}
     for row, (field, name) in zip(panels, kinds.items(), strict=True):
@@ -31,6 +35,12 @@ def costs(found: Sequence[Point]) -> drawing.Figure:
             places = [(p.mean(cost) * unit, p.mean(field) - base) for p in found]
             _scatter(axes, found, places)
             axes.set(xlabel=title, ylabel=name if axes is row[0] else "")
+            drawn.append((axes, places))
+    # Sizes of texts are known only once everything else has its place.
+    figure.draw_without_rendering()
+    for axes, places in drawn:
+        named = zip(places, map(_label, found), map(_color, found), strict=True)
+        frontier_plot.name_points(axes, [*named])
     return figure
 
 
@@ -72,16 +82,7 @@ def _scatter(axes, found, places):
     if len(line) > 1:
         axes.plot(*zip(*line, strict=True), "--", color=drawing.BLACK, lw=1, zorder=1)
     for point, place in zip(found, places, strict=True):
-        color = _color(point)
-        axes.plot(*place, "o", color=color, markersize=5)
-        axes.annotate(
-            _label(point),
-            place,
-            (4, 3),
-            textcoords="offset points",
-            fontsize=7,
-            color=color,
-        )
+        axes.plot(*place, "o", color=_color(point), markersize=6)
     axes.set_xscale("log")
     axes.margins(0.1)
     axes.xaxis.set_major_locator(matplotlib.ticker.LogLocator(subs=(1, 2, 5)))
