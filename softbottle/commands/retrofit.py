@@ -73,7 +73,9 @@ COMPUTE = flags.DEFINE_enum(
     "compute_dtype", "float32", trunk.DTYPES, "Of products with the table."
 )
 UNFREEZE = flags.DEFINE_bool("unfreeze", False, "Train trunk and table with the head.")
-TRUNK_RATE = program.define_float("trunk_rate", 1e-5, "Of --unfreeze.", lower_bound=0.0)
+TRUNK_RATE = program.define_float(
+    "trunk_rate", 1e-5, "The trunk's learning rate with --unfreeze.", lower_bound=0.0
+)
 KEEP = flags.DEFINE_bool("keep", False, "Keep the trained heads in WORKDIR/heads.")
 MINUTES = flags.DEFINE_float("minutes", None, "End after so many.", lower_bound=0.0)
 program.define_compilation_cache()

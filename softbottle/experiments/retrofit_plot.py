@@ -74,10 +74,13 @@ def frequencies(found: Sequence[Point]) -> drawing.Figure:
 
 
 def _scatter(axes, found, places):
+    # The own head is where softmaxes end that are to give its distribution back.
+    distilled = found[-1].runs[0]["objective"] == "distill"
+    ranks = (SOFTMAX, OWN) if distilled else (SOFTMAX,)
     line = sorted(
         place
         for point, place in zip(found, places, strict=True)
-        if point.arm.startswith((SOFTMAX, OWN))
+        if point.arm.startswith(ranks)
     )
     if len(line) > 1:
         axes.plot(*zip(*line, strict=True), "--", color=drawing.BLACK, lw=1, zorder=1)

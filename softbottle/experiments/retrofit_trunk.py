@@ -166,6 +166,8 @@ class Tuner:
             problem.train.scale,
             head=begun.head,
         )
+        # jax reads PyTorch's memory, which the optimizer is about to change.
+        jax.block_until_ready(found)
         pairs = [(hidden_TD, found.hidden_TD), (head.weight, found.table_VD)]
         if bias is not None:
             pairs.append((bias, found.bias_V))

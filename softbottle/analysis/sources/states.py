@@ -183,11 +183,6 @@ def split(texts: Texts, front: Front) -> dict[str, list[np.ndarray]]:
     }
 
 
-def bits(array: np.ndarray) -> np.ndarray:
-    """Numbers rounded to bfloat16."""
-    return np.ascontiguousarray(array).astype(ml_dtypes.bfloat16)
-
-
 def _windows(name, ids, texts, front):
     """Whole windows of a text, and the tokens that follow each."""
     ids, _ = behind(np.asarray(ids, np.int32), front)
@@ -267,10 +262,14 @@ def _states(windows_WS, front, read, batch):
     before = np.tile(np.asarray(front.ids, windows_WS.dtype), (len(windows_WS), 1))
     ids_WS = np.concatenate([before, windows_WS], axis=1)
     parts = [
-        bits(read(ids_WS[at : at + batch]))[:, len(front.ids) :]
+        _rounded(read(ids_WS[at : at + batch]))[:, len(front.ids) :]
         for at in range(0, len(ids_WS), batch)
     ]
     return np.concatenate(parts)
+
+
+def _rounded(array):
+    return np.ascontiguousarray(array).astype(ml_dtypes.bfloat16)
 
 
 def _blocks(folder, part, count, vocab):
