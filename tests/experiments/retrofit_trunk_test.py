@@ -9,6 +9,7 @@ import pytest
 from scipy import special
 
 from softbottle.analysis.capture import Capture
+from softbottle.analysis.sources import trunk
 from softbottle.experiments import (
     retrofit,
     retrofit_arms,
@@ -41,16 +42,12 @@ def make(folder, name="Llama", **changes):
 
 
 def load(folder, text):
-    from softbottle.analysis.sources import trunk
-
     pretrained = trunk.load(hf=folder / "model")
     return pretrained, trunk.encode(pretrained, [text], window=WINDOW)
 
 
 @pytest.mark.parametrize("name", ["Llama", "GPT2", "OPT"])
 def test_stored_states_are_what_the_model_s_own_head_reads(name, tmp_path):
-    from softbottle.analysis.sources import trunk
-
     model, text, ids = make(tmp_path, name)
     pretrained, encoded = load(tmp_path, text)
     stored = trunk.keep(pretrained, encoded, tmp_path / "states", batch=5)
@@ -75,14 +72,15 @@ def test_stored_states_are_what_the_model_s_own_head_reads(name, tmp_path):
     assert "float32" in str(next(pretrained.module.parameters()).dtype)
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_the_gradient_is_that_of_a_model_of_pytorch_alone(tied, tmp_path):
+# Phi's output table has a bias.
+@pytest.mark.parametrize(
+    "name, tied", [("Llama", True), ("Llama", False), ("Phi", False)]
+)
+def test_the_gradient_is_that_of_a_model_of_pytorch_alone(name, tied, tmp_path):
     import torch
 
-    model, text, ids = make(tmp_path, tie_word_embeddings=tied)
+    model, text, ids = make(tmp_path, name, tie_word_embeddings=tied)
     pretrained, encoded = load(tmp_path, text)
-    from softbottle.analysis.sources import trunk
-
     stored = trunk.keep(pretrained, encoded, tmp_path / "states")
     problem = retrofit_data.make(stored.train, stored.heldout)
     tuner = retrofit_trunk.Tuner(pretrained, encoded, problem, 1e-3)
@@ -100,16 +98,15 @@ def test_the_gradient_is_that_of_a_model_of_pytorch_alone(tied, tmp_path):
     assert float(found.loss) == pytest.approx(loss.item(), rel=1e-5)
     named = dict(pretrained.module.named_parameters())
     assert ("lm_head.weight" in named) == (not tied)
-    for name, parameter in model.named_parameters():
+    assert ("lm_head.bias" in named) == (name == "Phi")
+    for key, parameter in model.named_parameters():
         np.testing.assert_allclose(
-            named[name].grad, parameter.grad, rtol=1e-3, atol=1e-6, err_msg=name
+            named[key].grad, parameter.grad, rtol=1e-3, atol=1e-6, err_msg=key
         )
 
 
 @pytest.mark.slow
 def test_the_trunk_learns_with_the_head_and_is_given_back(tmp_path):
-    from softbottle.analysis.sources import trunk
-
     _, text, _ = make(tmp_path)
     pretrained, encoded = load(tmp_path, text)
     stored = trunk.keep(pretrained, encoded, tmp_path / "states")
@@ -131,6 +128,15 @@ def test_the_trunk_learns_with_the_head_and_is_given_back(tmp_path):
         assert np.array_equal(tensor, before[name]), name
     page = (tmp_path / "run" / "retrofit.md").read_text()
     assert "Trunk and table are trained, at 0.003." in page
+
+
+def test_a_factor_of_the_logits_is_kept_in_the_table_and_not_trained(tmp_path):
+    _, text, _ = make(tmp_path, "Granite")
+    pretrained, encoded = load(tmp_path, text)
+    stored = trunk.keep(pretrained, encoded, tmp_path / "states")
+    problem = retrofit_data.make(stored.train, stored.heldout)
+    with pytest.raises(ValueError, match="multiplies its logits by a constant"):
+        retrofit_trunk.Tuner(pretrained, encoded, problem, 1e-3)
 
 
 @pytest.mark.slow
