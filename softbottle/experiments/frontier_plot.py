@@ -60,41 +60,6 @@ def cover(rows: Sequence[dict[str, Any]]) -> drawing.Figure:
     return figure
 
 
-def name_points(
-    axes: matplotlib.axes.Axes, points: Sequence[tuple[tuple[float, float], str, str]]
-) -> None:
-    """Write a name beside each point, where no other name and no point is.
-
-    To be called when everything else has its place (`draw_without_rendering`).
-
-    Args:
-        axes: where the points are.
-        points: place, name and color of each.
-    """
-    scale = axes.figure.dpi / 72
-    pixels = [tuple(axes.transData.transform(place)) for place, *_ in points]
-    taken = [(x - 6, y - 6, x + 6, y + 6) for x, y in pixels]
-    frame = axes.get_window_extent()
-    for (x, y), (place, name, color) in sorted(
-        zip(pixels, points, strict=True), key=lambda pair: -pair[0][1]
-    ):
-        text = axes.annotate(name, place, fontsize=8, color=color)
-        box = text.get_window_extent()
-        width, height = box.width, box.height
-        left, low = _place(x, y, width, height, taken, frame)
-        taken.append((left, low, left + width, low + height))
-        text.set(position=((left - x) / scale, (low - y) / scale))
-        text.set_anncoords("offset points")
-        if math.hypot(left + width / 2 - x, low + height / 2 - y) > width / 2 + 24:
-            axes.annotate(
-                "",
-                place,
-                ((left + width / 2 - x) / scale, (low + height / 2 - y) / scale),
-                textcoords="offset points",
-                arrowprops={"arrowstyle": "-", "lw": 0.4, "shrinkA": 5, "shrinkB": 2},
-            )
-
-
 def _draw_costs(figure, panels, found, labels):
     """The points in a panel for each cost."""
     costs = dict(zip(panels, _COSTS.items(), strict=False))
@@ -176,6 +141,41 @@ def _frequencies(axes, found, labels):
         )
     top, bottom = max([high, *heights]), min([low, *heights[:1]]) - above
     axes.set_ylim(min(low, bottom - gap), max(high, top - above + gap))
+
+
+def name_points(
+    axes: matplotlib.axes.Axes, points: Sequence[tuple[tuple[float, float], str, str]]
+) -> None:
+    """Write a name beside each point, where no other name and no point is.
+
+    To be called when everything else has its place (`draw_without_rendering`).
+
+    Args:
+        axes: where the points are.
+        points: place, name and color of each.
+    """
+    scale = axes.figure.dpi / 72
+    pixels = [tuple(axes.transData.transform(place)) for place, *_ in points]
+    taken = [(x - 6, y - 6, x + 6, y + 6) for x, y in pixels]
+    frame = axes.get_window_extent()
+    for (x, y), (place, name, color) in sorted(
+        zip(pixels, points, strict=True), key=lambda pair: -pair[0][1]
+    ):
+        text = axes.annotate(name, place, fontsize=8, color=color)
+        box = text.get_window_extent()
+        width, height = box.width, box.height
+        left, low = _place(x, y, width, height, taken, frame)
+        taken.append((left, low, left + width, low + height))
+        text.set(position=((left - x) / scale, (low - y) / scale))
+        text.set_anncoords("offset points")
+        if math.hypot(left + width / 2 - x, low + height / 2 - y) > width / 2 + 24:
+            axes.annotate(
+                "",
+                place,
+                ((left + width / 2 - x) / scale, (low + height / 2 - y) / scale),
+                textcoords="offset points",
+                arrowprops={"arrowstyle": "-", "lw": 0.4, "shrinkA": 5, "shrinkB": 2},
+            )
 
 
 def _place(x, y, width, height, taken, frame):
