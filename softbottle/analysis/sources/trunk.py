@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 
 from softbottle.analysis.sources import hugging_face, states, texts
 from softbottle.analysis.sources.pretrained import Pretrained, load_gguf, load_hf
-from softbottle.analysis.sources.reading import Front, Model
+from softbottle.analysis.sources.reading import Front, Model, imported
 
 DTYPES = ("float32", "bfloat16")
 
@@ -163,8 +164,14 @@ def to_torch(pretrained: Pretrained, array: jax.Array) -> Any:
 
 
 def to_numpy(tensor: Any) -> np.ndarray:
-    """A tensor of any type as NumPy has it."""
-    return np.asarray(to_jax(tensor.cpu()))
+    """A tensor of any type as NumPy has it.
+
+    Not by way of jax, which would take most of a GPU's memory at its first use.
+    """
+    torch, tensor = imported("torch", "hf"), tensor.detach().cpu().contiguous()
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return tensor.numpy()
 
 
 def _ids(pretrained, paths, positions):
