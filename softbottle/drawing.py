@@ -11,6 +11,7 @@ stands between two `$` for a formula, and fails if it is none.
 
 import io
 import pathlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import cycler
@@ -22,6 +23,7 @@ import matplotlib.container
 import matplotlib.figure
 import matplotlib.lines
 import matplotlib.text
+import matplotlib.ticker
 import numpy as np
 
 from softbottle import files
@@ -41,6 +43,7 @@ HEADS = {
     "softcap": SKY,
 }
 SMALL = 9  # points, of all text but titles
+_DECADE = 12  # by which an axis may grow and have numbers between its decades
 _FEW = 6  # lines that are named at their ends
 _EDGE = 0.85  # of the width; a line that ends before it is named where it ends
 _LONG = 30  # characters, from which a name is put into the legend
@@ -115,6 +118,57 @@ def label(axes: matplotlib.axes.Axes) -> None:
         _name(axes, name, color, (x, y), (1.02, height), va="center", arrowprops=leader)
     for height, (y, x, name, color) in zip(_spread(axes, inside), inside, strict=True):
         _name(axes, name, color, (x, y), (x + 0.015, height), va="bottom")
+
+
+def bars(
+    axes: matplotlib.axes.Axes, values: Mapping[str, float], shown: str | None = None
+) -> None:
+    """Lying bars from 0, one under the other, each with its name.
+
+    Args:
+        axes: where.
+        values: by name, the first on top.
+        shown: the format of a number at the end of each, such as "{:.2f}".
+    """
+    places = np.arange(len(values))
+    drawn = axes.barh(places, list(values.values()), 0.6, color=BLUE)
+    if shown is not None:
+        numbers = [shown.format(value) for value in values.values()]
+        axes.bar_label(drawn, numbers, padding=3, fontsize=SMALL)
+    axes.set_yticks(places, list(values))
+    axes.set(ylim=(len(values) - 0.4, -0.6))
+    axes.grid(False, axis="y")
+    axes.margins(x=0.15)
+
+
+def plain(axis: matplotlib.axis.Axis) -> None:
+    """Numbers as they are on a logarithmic axis, not as products of powers.
+
+    Between the decades they are shown where there is little more than one of these.
+    """
+
+    def between(value, place):
+        low, high = sorted(axis.get_view_interval())
+        return f"{value:,.10g}" if high <= _DECADE * low else ""
+
+    axis.set_major_formatter("{x:,.10g}")
+    axis.set_minor_formatter(matplotlib.ticker.FuncFormatter(between))
+
+
+def tag(
+    axes: matplotlib.axes.Axes, x: Sequence[float], y: Sequence[float], names: list[str]
+) -> None:
+    """Name points beside them."""
+    for at, height, name in zip(x, y, names, strict=True):
+        axes.annotate(
+            name,
+            (at, height),
+            (4, 4),
+            textcoords="offset points",
+            fontsize=SMALL - 1,
+            color=GRAY,
+            annotation_clip=False,
+        )
 
 
 def _dress(axes):

@@ -164,3 +164,22 @@ def test_no_two_of_many_lines_are_alike():
     looks = {(line.get_color(), line.get_linestyle()) for line in lines}
     assert len(looks) == len(lines)
     assert all(line.get_linestyle() == "-" for line in lines[:7])
+
+
+def test_numbers_between_decades_are_shown_where_there_is_one():
+    figure = drawing.Figure()
+    short, long = figure.subplots(1, 2)
+    labels = []
+    for axes, low, high in ((short, 2, 6), (long, 0.9, 12_000)):
+        axes.set(yscale="log", ylim=(low, high))
+        drawing.plain(axes.yaxis)
+        figure.png()
+        labels.append(
+            {
+                text.get_text()
+                for text in axes.yaxis.get_ticklabels(which="both")
+                if low <= text.get_position()[1] <= high and text.get_text()
+            }
+        )
+    assert labels[0] == {"2", "3", "4", "5", "6"}
+    assert {"1", "10,000"} <= labels[1] <= {"1", "10", "100", "1,000", "10,000"}

@@ -115,6 +115,13 @@ class Checkpoint(NamedTuple):
     loss: float
 
 
+class Missing(NamedTuple):
+    """A checkpoint of a series that could not be read, and why."""
+
+    name: str
+    reason: str
+
+
 class AttentionRows(NamedTuple):
     """Attention logits over L tokens, one row per head or query, and the tokens."""
 
@@ -159,6 +166,9 @@ class Capture:
         attention_rows: of an attention layer by itself.
         models: of several sizes.
         activation: g, where there is no `readout` and the head is softmax(g(h W' + b)).
+        parameters: how many the model has.
+        trained: tokens that it was trained on.
+        family: what models of other sizes have in common with it, such as its class.
         facts: sentences on what was read, and how.
         absent: by field, why this source could not fill it.
     """
@@ -177,10 +187,13 @@ class Capture:
     front: Sequence[np.ndarray] | None = None
     text: Text | None = None
     validations: list[dict[str, Any]] | None = None
-    series: Iterable[Checkpoint] | None = None
+    series: Iterable[Checkpoint | Missing] | None = None
     attention_rows: AttentionRows | None = None
     models: Models | None = None
     activation: Activation = SOFTMAX
+    parameters: int | None = None
+    trained: int | None = None
+    family: str = ""
     facts: tuple[str, ...] = ()
     absent: Mapping[str, str] = dataclasses.field(default_factory=dict)
 

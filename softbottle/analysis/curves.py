@@ -1,7 +1,6 @@
 """Validation perplexity along the training: of one run, or of several."""
 
 import pathlib
-from collections.abc import Sequence
 from typing import Any
 
 from softbottle import drawing
@@ -15,6 +14,7 @@ ABOUT = report.About(
     "likely words between which one would be as unsure as the model.",
     "Compare runs where their curves have flattened; where one turns up again, stop "
     "earlier or regularize more.",
+    "Loss and perplexity",
 )
 
 
@@ -48,8 +48,7 @@ def draw(lines: list[dict[str, Any]], title: str) -> drawing.Figure:
                 label=f"{name}: {part[-1]['valid_perplexity']:.2f}",
             )
     axes.set(xlabel="epoch", ylabel="validation perplexity", title=title, yscale="log")
-    axes.yaxis.set_major_formatter("{x:.4g}")
-    axes.yaxis.set_minor_formatter("{x:.4g}")
+    drawing.plain(axes.yaxis)
     drawing.label(axes)
     return figure
 
@@ -61,11 +60,18 @@ def compare(runs: dict[str, list[dict[str, Any]]]) -> drawing.Figure:
         runs: by name, a run's metrics, with a validation or more; padding counts
             among the tokens.
     """
-    figure = drawing.Figure()
+    figure = drawing.Figure(figsize=(6.4, 4.0))
     axes = figure.subplots()
+    measured = {name: validations(lines) for name, lines in runs.items()}
+    if all(len(points) < 2 for points in measured.values()):
+        # Single points are an empty plane.
+        last = {name: p[-1]["valid_perplexity"] for name, p in measured.items()}
+        drawing.bars(axes, last, "{:.2f}")
+        axes.set(xlabel="validation perplexity")
+        return figure
     for name, lines in runs.items():
         data = lines[0]["start"]["config"]["data"]
-        points = validations(lines)
+        points = measured[name]
         axes.plot(
             [line["step"] * data["rows"] * data["length"] / 1e6 for line in points],
             [line["valid_perplexity"] for line in points],
@@ -74,8 +80,7 @@ def compare(runs: dict[str, list[dict[str, Any]]]) -> drawing.Figure:
             label=f"{name}: {points[-1]['valid_perplexity']:.2f}",
         )
     axes.set(xlabel="million tokens", ylabel="validation perplexity", yscale="log")
-    axes.yaxis.set_major_formatter("{x:.4g}")
-    axes.yaxis.set_minor_formatter("{x:.4g}")
+    drawing.plain(axes.yaxis)
     drawing.label(axes)
     return figure
 
@@ -97,20 +102,35 @@ def section(runs: dict[str, list[dict[str, Any]]]) -> report.Section:
     reading = (
         "Where a curve turns up again, the model learns its training text by heart."
     )
+    if all(len(values) < 2 for values in perplexity.values()):
+        reading = "The only validation of each run."
     figures = [report.Figure("validation", compare(runs), reading)]
-    title = "Validation perplexity"
-    return report.Section(title, f"{ends}.", figures, numbers)
-
-
-def inspect(captures: Sequence[Capture], settings: Settings) -> report.Section:
-    """The section on some runs that were validated."""
-    del settings
-    return section(
-        {
-            capture.name: present("validations", capture.validations)
-            for capture in captures
-        }
+    table = report.Table(
+        ("run", "at its end", "at its best"),
+        [
+            (name, f"{values['last']:.2f}", f"{values['best']:.2f}")
+            for name, values in numbers.items()
+        ],
     )
+    key = {
+        name: {"validation perplexity": f"{values['best']:.2f}"}
+        for name, values in numbers.items()
+    }
+    return report.Section(
+        "Validation perplexity",
+        f"{ends}.",
+        figures,
+        numbers,
+        tables=[table],
+        remarks="",
+        key=key,
+    )
+
+
+def of_capture(capture: Capture, settings: Settings) -> list[dict[str, Any]]:
+    """The metrics of a run that was validated."""
+    del settings
+    return present("validations", capture.validations)
 
 
 def write(workdir: pathlib.Path, title: str) -> None:

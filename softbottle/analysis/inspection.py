@@ -1,16 +1,18 @@
-"""The table of instruments, and all of them on the captures of a source.
+"""The table of instruments, and all of them on what a report looks into.
 
 An instrument is wired once, whatever the captures come from: it names the fields of
 `Capture` that it needs, and captures in which one is None are left out of its section.
+It measures one capture at a time, and what it measured is put side by side when all
+have been read: the arrays of one model are held at a time.
+
 Every one that is left out is named with the reason, by the instrument that was asked
-for or in one section at the end.
+for or in one section at the end; so is a source that cannot be read.
 
 Axes of fields: L layers, W stretches of S positions, H attention heads.
 """
 
 import pathlib
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 from softbottle.analysis import curves
 from softbottle.analysis.capture import Capture
@@ -22,69 +24,105 @@ from softbottle.analysis.instruments import (
     lowrank,
     ngram,
     rank,
+    rank_section,
     saturation,
     scaling,
+    sizes,
     turns,
 )
-from softbottle.analysis.report import About, Section
+from softbottle.analysis.measuring import Choice, Inspection, Instrument, survey
+from softbottle.analysis.report import Section
 from softbottle.analysis.settings import DEFAULT, Settings
-from softbottle.analysis.sources import arrays, run, texts
+from softbottle.analysis.sources import opening
+from softbottle.analysis.sources.opening import Source
 from softbottle.data.vocab import Split
 
-
-class Instrument(NamedTuple):
-    """A line of the table.
-
-    Attributes:
-        inspect: the section on some captures, side by side.
-        about: what the section explains itself by.
-        needs: fields of `Capture` without which there is none.
-        uses: fields that it looks at where they are there.
-    """
-
-    inspect: Callable[[Sequence[Capture], Settings], Section]
-    about: About
-    needs: tuple[str, ...]
-    uses: tuple[str, ...] = ()
-
-
 INSTRUMENTS: dict[str, Instrument] = {
-    "curve": Instrument(curves.inspect, curves.ABOUT, ("validations",)),
-    "rank": Instrument(rank.inspect, rank.ABOUT, ("tokens",)),
+    "curve": Instrument(
+        curves.of_capture, curves.section, curves.ABOUT, ("validations",)
+    ),
+    "rank": Instrument(
+        rank.of_capture, rank_section.section, rank_section.ABOUT, ("tokens",)
+    ),
     "saturation": Instrument(
-        saturation.inspect, saturation.ABOUT, ("table_VE",), ("states",)
+        saturation.of_capture,
+        saturation.compare,
+        saturation.ABOUT,
+        ("table_VE",),
+        ("states",),
     ),
-    "training": Instrument(turns.inspect, turns.ABOUT, ("series",)),
+    "training": Instrument(turns.of_capture, turns.section, turns.ABOUT, ("series",)),
     "attention": Instrument(
-        attention_layers.inspect, attention_layers.ABOUT, ("states", "logits_LWHS")
+        attention_layers.of_capture,
+        attention_layers.section,
+        attention_layers.ABOUT,
+        ("states", "logits_LWHS"),
     ),
-    "gradient": Instrument(gradient.inspect, gradient.ABOUT, ("mixed",)),
-    "lowrank": Instrument(lowrank.inspect, lowrank.ABOUT, ("frozen",)),
-    "argmax": Instrument(argmax.inspect, argmax.ABOUT, ("trials",)),
-    "ngram": Instrument(ngram.inspect, ngram.ABOUT, ("text",)),
-    "limits": Instrument(attention.inspect, attention.ABOUT, ("attention_rows",)),
-    "scaling": Instrument(scaling.inspect, scaling.ABOUT, ("models",)),
+    "gradient": Instrument(
+        gradient.of_capture, gradient.section, gradient.ABOUT, ("mixed",)
+    ),
+    "lowrank": Instrument(
+        lowrank.of_capture, lowrank.section, lowrank.ABOUT, ("frozen",)
+    ),
+    "argmax": Instrument(argmax.of_capture, argmax.compare, argmax.ABOUT, ("trials",)),
+    "ngram": Instrument(ngram.of_capture, ngram.compare, ngram.ABOUT, ("text",)),
+    "sizes": Instrument(
+        sizes.of_capture,
+        sizes.section,
+        sizes.ABOUT,
+        ("parameters", "tokens"),
+        after="rank",
+        least=2,
+    ),
+    "limits": Instrument(
+        attention.of_capture,
+        attention.section,
+        attention.ABOUT,
+        ("attention_rows",),
+        alone=True,
+    ),
+    "scaling": Instrument(
+        scaling.of_capture, scaling.compare, scaling.ABOUT, ("models",), alone=True
+    ),
 }
-_ABSENT = {
-    "validations": "there are no validations among its metrics",
-    "tokens": "the states that its head reads are not known",
-    "table_VE": "there is no output table",
-    "series": "it has no series of checkpoints (train.series=True stores one)",
-    "states": "the states of its layers are not known",
-    "logits_LWHS": "no attention logits of its layers are known",
-    "mixed": ("states with labels are not known, or its words have contexts by class"),
-    "frozen": "states with labels are not known",
-    "trials": "there is no single linear map that ranks its words",
-    "text": "there is no text to count n-grams in",
-    "attention_rows": "there are no logits and values of an attention layer",
-    "models": "there are no parameters, tokens and losses of trained models",
-}
-
 # By default all but the one that trains.
 PRETRAINED = ("rank", "saturation", "attention", "gradient", "argmax", "ngram")
-RUNS = ("curve", "rank", "saturation", "training", *PRETRAINED[2:])
+RUNS = ("curve", "rank", "saturation", "training", *PRETRAINED[2:], "sizes")
 BARE = ("rank", "saturation", "gradient")  # of arrays that nothing more is known about
-_ALWAYS = ("limits", "scaling")  # of arrays, wherever the file has what they need
+_DEFAULTS = {"run": RUNS, "pretrained": PRETRAINED, "arrays": BARE, "text": ("ngram",)}
+# Beside them, wherever there is what they need; nothing is said where there is not.
+_OFFERED = {
+    "run": ("sizes",),
+    "pretrained": ("training", "sizes"),
+    "arrays": ("limits", "scaling"),
+    "text": (),
+}
+
+
+def inspect(
+    sources: Sequence[Source],
+    asked: Sequence[str] | None = None,
+    settings: Settings = DEFAULT,
+) -> Inspection:
+    """All instruments on all sources, side by side, one source in memory at a time.
+
+    Args:
+        sources: what is looked into.
+        asked: names from `INSTRUMENTS`, in the order of the report. None runs those
+            that each kind of source is for.
+        settings: how closely.
+
+    Raises:
+        ValueError: for an unknown instrument, for a source that is given twice, and if
+            nothing could be measured since all was refused.
+    """
+    if asked is not None:
+        check(asked)
+        return survey(
+            INSTRUMENTS, sources, asked, lambda source: Choice(asked), asked, settings
+        )
+    order = list(dict.fromkeys([*RUNS, *INSTRUMENTS]))
+    return survey(INSTRUMENTS, sources, order, _by_default, (), settings)
 
 
 def sections(
@@ -105,23 +143,15 @@ def sections(
             others the last section does.
 
     Raises:
-        ValueError: for an unknown instrument, or what an instrument refuses.
+        ValueError: for an unknown instrument, or if all that was to be measured is
+            refused.
     """
     check(names)
-    written, left_out = [], {}
-    for name in names:
-        instrument = INSTRUMENTS[name]
-        reasons = {capture.name: _absent(capture, instrument) for capture in captures}
-        fit = [capture for capture in captures if reasons[capture.name] is None]
-        if fit:
-            section = instrument.inspect(fit, settings)
-            written.append(section._replace(about=instrument.about))
-        reasons = {key: reason for key, reason in reasons.items() if reason}
-        if reasons and name in asked:
-            written.append(_skipped(name, reasons))
-        elif reasons:
-            left_out[name] = reasons
-    return [*written, _left_out(left_out)] if left_out else written
+    sources = [opening.of_capture(capture) for capture in captures]
+    choice = Choice(names)
+    return survey(
+        INSTRUMENTS, sources, names, lambda source: choice, asked, settings
+    ).sections
 
 
 def check(names: Sequence[str]) -> None:
@@ -148,18 +178,10 @@ def of_runs(
         settings: how closely.
 
     Raises:
-        ValueError: for an unknown instrument, a folder without a run, two folders of
-            one name, or a text shorter than two words.
+        ValueError: for an unknown instrument, a run that is given twice, or if no
+            folder has a run, or a text of two words or more.
     """
-    names = RUNS if asked is None else asked
-    check(names)
-    folders = [pathlib.Path(workdir).resolve().name for workdir in workdirs]
-    if len(set(folders)) < len(folders):
-        raise ValueError(f"the runs need folders of different names, got {folders}.")
-    lines = [INSTRUMENTS[name] for name in names]
-    parts = {field for line in lines for field in (*line.needs, *line.uses)}
-    captures = [run.read(workdir, parts, split, positions) for workdir in workdirs]
-    return sections(captures, names, settings, asked=asked or ())
+    return inspect(opening.runs(workdirs, split, positions), asked, settings).sections
 
 
 def of_arrays(
@@ -178,20 +200,7 @@ def of_arrays(
     Raises:
         ValueError: for an unknown instrument, and as `arrays.capture`.
     """
-    check(BARE if asked is None else asked)
-    capture = arrays.capture(path)
-    # A file without a head is not asked for what needs one.
-    bare = BARE if capture.table_VE is not None else ()
-    names = list(bare if asked is None else asked)
-    names += [
-        name
-        for name in _ALWAYS
-        if name not in names and not _absent(capture, INSTRUMENTS[name])
-    ]
-    try:
-        return sections([capture], names, settings, asked=asked or ())
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+    return inspect(opening.files([path]), asked, settings).sections
 
 
 def of_texts(
@@ -211,10 +220,7 @@ def of_texts(
     Raises:
         ValueError: as `texts.captures`, or if a text is shorter than the order.
     """
-    names = ("ngram",) if asked is None else asked
-    check(names)
-    captures = texts.captures(paths, vocab)
-    return sections(captures, names, settings, asked=asked or ())
+    return inspect(opening.bare_texts(paths, vocab), asked, settings).sections
 
 
 def of_pretrained(
@@ -230,28 +236,11 @@ def of_pretrained(
         settings: how closely.
 
     Raises:
-        ValueError: for an unknown instrument, or what an instrument refuses.
+        ValueError: for an unknown instrument, or what all instruments refuse.
     """
-    names = PRETRAINED if asked is None else asked
-    return sections([capture], names, settings, asked=asked or ())
+    return inspect([opening.of_capture(capture)], asked, settings).sections
 
 
-def _absent(capture, instrument):
-    """Why an instrument leaves a capture out, or None."""
-    absent = (need for need in instrument.needs if getattr(capture, need) is None)
-    return next((capture.absent.get(need, _ABSENT[need]) for need in absent), None)
-
-
-def _skipped(name, reasons):
-    """The line that stands for an instrument, or for the captures it leaves out."""
-    causes = "; ".join(f"{key}: {reason}" for key, reason in reasons.items())
-    return Section(name, f"skipped: {causes}.", [], {"skipped": reasons})
-
-
-def _left_out(skipped):
-    """The section on instruments that run by default and could not."""
-    lines = [
-        f"{name} ({'; '.join(f'{key}: {reason}' for key, reason in reasons.items())})"
-        for name, reasons in skipped.items()
-    ]
-    return Section("Left out", f"{', '.join(lines)}.", [], {"skipped": skipped})
+def _by_default(source):
+    offered = _OFFERED[source.kind]
+    return Choice([*dict.fromkeys([*_DEFAULTS[source.kind], *offered])], offered)

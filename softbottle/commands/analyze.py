@@ -1,40 +1,45 @@
 r"""See the bottleneck in trained models, in arrays from anywhere, or in bare text.
 
-    softbottle analyze --workdir runs/quickstart \
-        --workdir runs/quickstart-softmax --out runs/report
+    softbottle analyze --workdir runs/quickstart --out runs/report
     softbottle analyze --hf NAME_OR_FOLDER --text book.txt --out report
-    softbottle analyze --gguf model.gguf --text book.txt --out report
     softbottle analyze --arrays states.npz --out report
     softbottle analyze --text german --text french --order 3 --out report
+    softbottle analyze --hf small --hf large@step64,step512 --gguf other.gguf \
+        --workdir runs/text --text book.txt --out report
 
+Models stand side by side in one report, and one that cannot be read is named in it.
 Writes report.html (one file, made to be looked at), report.json and a PNG per figure.
 Nothing is downloaded unless --hf names a model that is no folder.
 """
 
-import pathlib
+import shlex
+import sys
 from typing import cast
 
-from softbottle.analysis import inspection, report
+from softbottle.analysis import inspection, overview, report
 from softbottle.analysis.instruments import rank
 from softbottle.analysis.settings import Precision, Settings
-from softbottle.analysis.sources import hugging_face
+from softbottle.analysis.sources import opening
 from softbottle.analysis.sources.reading import Reading
 from softbottle.cli import program
 from softbottle.cli.program import app, flags
 
 WORKDIRS = flags.DEFINE_multi_string("workdir", [], "A run; give several to compare.")
-ARRAYS = flags.DEFINE_string(
+ARRAYS = flags.DEFINE_multi_string(
     "arrays",
-    None,
-    "An .npz with hidden [N, D] and table [V, D], maybe bias and labels, and/or with "
-    "attention logits [R, L] and values [L, D], and/or with parameters, tokens and "
-    "loss [M] of trained models, maybe names and which are fitted: their scaling law.",
+    [],
+    "An .npz with hidden [N, D] and table [V, D], maybe bias and labels; or attention "
+    "logits [R, L] and values [L, D]; or parameters, tokens and loss [M] of trained "
+    "models, maybe names and which are fitted: their scaling law.",
 )
-HF = flags.DEFINE_string(
-    "hf", None, "A Hugging Face causal language model: a folder, or a name on the hub."
+HF = flags.DEFINE_multi_string(
+    "hf",
+    [],
+    "A Hugging Face causal language model: a folder, or a name on the hub. Revisions "
+    "after @ (of a folder, subfolders, * for all) are a series over its training.",
 )
-GGUF = flags.DEFINE_string(
-    "gguf", None, "A pretrained model in a GGUF file that transformers can read."
+GGUF = flags.DEFINE_multi_string(
+    "gguf", [], "A model in a GGUF file that transformers can read."
 )
 TEXTS = flags.DEFINE_multi_string(
     "text",
@@ -81,47 +86,39 @@ program.define_compilation_cache()
 
 def main() -> None:
     """Analyze what the flags say."""
-    models = [WORKDIRS.value, ARRAYS.value, HF.value, GGUF.value]
-    if sum(map(bool, models)) > 1 or not (any(models) or TEXTS.value):
-        raise app.UsageError("give one of --workdir, --arrays, --hf, --gguf, or --text")
     asked = INSTRUMENTS.value or None
     if asked:
         inspection.check(asked)
     precision = cast(Precision, PRECISION.value)
     settings = Settings(ORDER.value, DIMENSIONS.value, precision)
-    title, header, sections = _sections(asked, settings)
-    report.write(OUT.value, title, sections, header)
-    for line in header:
+    made = inspection.inspect(_sources(), asked, settings)
+    command = shlex.join(["softbottle", "analyze", *sys.argv[1:]])
+    header = overview.header(made, command, bool(HF.value or GGUF.value))
+    screen = overview.opening(made)
+    title = overview.title(made)
+    report.write(OUT.value, title, made.sections, header, screen)
+    for line in (*header, *screen.facts):
         print(line)
-    for section in sections:
+    for name, verdict in screen.verdicts.items():
+        print(f"{name} {verdict}")
+    for section in made.sections:
         print(f"{section.title}: {section.reading}")
     print(f"wrote {OUT.value}/report.html")
 
 
-def _sections(asked, settings):
-    if ARRAYS.value:
-        sections = inspection.of_arrays(ARRAYS.value, asked, settings)
-        return pathlib.Path(ARRAYS.value).name, (), sections
-    if HF.value or GGUF.value:
-        return _pretrained(asked, settings)
-    if TEXTS.value:
-        return _title(TEXTS), (), inspection.of_texts(TEXTS.value, asked, settings)
-    read = SPLIT.value, POSITIONS.value
-    sections = inspection.of_runs(WORKDIRS.value, asked, *read, settings)
-    return _title(WORKDIRS), (), sections
-
-
-def _title(paths):
-    return ", ".join(pathlib.Path(path).name for path in paths.value)
-
-
-def _pretrained(asked, settings):
-    if len(TEXTS.value) != 1:
-        raise app.UsageError("a pretrained model needs one --text to read")
-    reading = Reading(TEXTS.value[0], POSITIONS.value, WINDOW.value, FROZEN.value)
-    if HF.value:
-        capture = hugging_face.from_hf(HF.value, reading)
-    else:
-        capture = hugging_face.from_gguf(GGUF.value, reading)
-    sections = inspection.of_pretrained(capture, asked, settings)
-    return capture.name, capture.facts, sections
+def _sources():
+    """All that the flags name, in the order of this file."""
+    pretrained = HF.value or GGUF.value
+    if not (WORKDIRS.value or ARRAYS.value or pretrained or TEXTS.value):
+        raise app.UsageError("give --workdir, --arrays, --hf, --gguf or --text")
+    if pretrained and len(TEXTS.value) != 1:
+        raise app.UsageError("pretrained models need one --text to read")
+    sources = opening.runs(WORKDIRS.value, SPLIT.value, POSITIONS.value)
+    if pretrained:
+        text = TEXTS.value[0]
+        reading = Reading(text, POSITIONS.value, WINDOW.value, FROZEN.value)
+        sources += opening.hub(HF.value, reading)
+        sources += opening.gguf(GGUF.value, reading)
+    elif TEXTS.value:
+        sources += opening.bare_texts(TEXTS.value)
+    return sources + opening.files(ARRAYS.value)

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from softbottle import drawing
-from softbottle.analysis import report
+from softbottle.analysis import inspection, overview, report
+from tests.analysis import models_test
 
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))),
@@ -71,7 +72,7 @@ class Browser:
             width=width,
             height=800,
             deviceScaleFactor=1,
-            mobile=width == PHONE,
+            mobile=width < DESK,
         )
         media = [{"name": "prefers-color-scheme", "value": scheme}]
         self.ask("Emulation.setEmulatedMedia", features=media)
@@ -180,3 +181,57 @@ def luminance(colour):
         for part in (int(one) / 255 for one in parts)
     )
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+@pytest.fixture(scope="module")
+def report_of_models(tmp_path_factory):
+    """What the command writes of three models, by all instruments that do not train."""
+    sources = [models_test.source(name) for name in ("small", "middle", "other/large")]
+    made = inspection.inspect(sources)
+    folder = tmp_path_factory.mktemp("models")
+    header = overview.header(made, "softbottle analyze --hf=small", True)
+    title, opening = overview.title(made), overview.opening(made)
+    report.write(folder, title, made.sections, header, opening)
+    return folder / "report.html"
+
+
+# What is wider than the box it stands in, and would be moved sideways to be seen.
+WIDER = """[...document.querySelectorAll('figure div, .scroll')].filter(one =>
+    one.scrollWidth > one.clientWidth + 1).length"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [400, DESK])
+def test_figures_and_tables_of_models_are_whole(
+    browser, report_of_models, width, scheme
+):
+    browser.open(report_of_models, width, scheme)
+    assert browser.evaluate("document.documentElement.scrollWidth") <= width
+    assert browser.evaluate(WIDER) == 0
+    letters = browser.evaluate(
+        "[...document.images].map(one => one.width / one.naturalWidth * 9 / 72 * 150)"
+    )
+    assert len(letters) > 5 and min(letters) >= 7
+
+
+def test_the_models_and_their_verdicts_are_on_the_first_screen(
+    browser, report_of_models
+):
+    browser.open(report_of_models, DESK)
+    ends = "document.querySelector('.verdicts').getBoundingClientRect().bottom"
+    assert browser.evaluate(ends) < 800
+    # On a phone a row of the table is a card, with the names of its cells.
+    browser.open(report_of_models, 400)
+    named = """getComputedStyle(document.querySelector('.cards td'), '::before')
+        .content"""
+    assert browser.evaluate(named) == '"parameters"'
+    browser.open(report_of_models, DESK)
+    assert browser.evaluate(named) == "none"
+
+
+def test_links_lead_to_sections_of_the_page(browser, report_of_models):
+    browser.open(report_of_models, DESK)
+    broken = """[...document.querySelectorAll('nav a')].filter(one =>
+        !document.getElementById(one.hash.slice(1))).length"""
+    assert browser.evaluate(broken) == 0
+    assert browser.evaluate("document.querySelectorAll('nav a').length") > 3

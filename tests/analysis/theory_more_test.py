@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from scipy import special
 
+from softbottle.analysis import inspection
 from tests import ROOT
 
 WIDTH, CONTEXTS, WORDS = 3, 61, 59
@@ -188,3 +189,10 @@ def test_every_test_that_the_page_names_exists_in_the_file_it_names():
     for path, test in named:
         name = test.strip("`,")
         assert f"def {name}(" in (ROOT / path).read_text(), (path, name)
+
+
+def test_every_instrument_s_heading_is_one_of_the_page():
+    page = (ROOT / "docs" / "theory.md").read_text()
+    headings = set(re.findall(r"^#+ (.*)$", page, re.MULTILINE))
+    named = {name: line.about.theory for name, line in inspection.INSTRUMENTS.items()}
+    assert set(named.values()) <= headings, named

@@ -43,11 +43,15 @@ ABOUT = report.About(
     "can rank above all others.",
     "A word that cannot be first never comes out of greedy decoding, whatever the "
     "context; sampling can still draw it.",
+    "Words that can never come first",
 )
 BOX = 100.0
 MARGIN = 1e-8
 _REFLECTIONS = 100
 _BLOCK = 1 << 24
+
+
+_FEW = 3  # models up to which bounds are drawn beside their lines
 
 
 class Reach(NamedTuple):
@@ -182,21 +186,24 @@ def set_margin(
 
 def section(reaches: dict[str, Reach], sets: dict[str, TopSets]) -> report.Section:
     """Unreachable words, and the sizes of sets that can be on top, by head."""
-    figure = drawing.Figure(figsize=(7, 4.2))
+    figure = drawing.Figure(figsize=(6.4, 4.0))
     axes = figure.subplots()
+    few = len(sets) <= _FEW
     for name, top in sets.items():
         (line,) = axes.plot(top.sizes_N, top.fraction_N, marker="o", label=name)
-        axes.plot(top.sizes_N, top.random_N, linestyle="--", color=line.get_color())
-        if top.dim / 2 <= max(top.sizes_N):
+        if few:
+            axes.plot(top.sizes_N, top.random_N, "--", color=line.get_color())
+        if few and top.dim / 2 <= max(top.sizes_N):
             axes.axvline(top.dim / 2, linestyle=":", color=line.get_color())
     axes.set(xlabel="words in the set", ylabel="share of sets that can be on top")
     axes.set(ylim=(-0.03, 1.03))
     drawing.label(axes)
-    caption = (
-        "Dots: random sets of words that some hidden state ranks above all others. "
-        "Dashed: what is proved for a random table of the same shape, at least."
-    )
-    if any(top.dim / 2 <= max(top.sizes_N) for top in sets.values()):
+    caption = "Random sets of words that some hidden state ranks above all others."
+    if few:
+        caption += (
+            " Dashed: what is proved for a random table of the same shape, at least."
+        )
+    if few and any(top.dim / 2 <= max(top.sizes_N) for top in sets.values()):
         caption += " Dotted: half the width; past it no table whatever has every set."
     lost = {
         name: reached.words_V[~reached.reachable_V] for name, reached in reaches.items()
@@ -218,6 +225,13 @@ def section(reaches: dict[str, Reach], sets: dict[str, TopSets]) -> report.Secti
         }
         for name, words in lost.items()
     }
+    table = report.Table(
+        ("model", "words that cannot be first", "words tried"),
+        [
+            (name, f"{len(words):,}", f"{len(reaches[name].words_V):,}")
+            for name, words in lost.items()
+        ],
+    )
     return report.Section(
         "What can be on top",
         reading,
@@ -226,21 +240,33 @@ def section(reaches: dict[str, Reach], sets: dict[str, TopSets]) -> report.Secti
             "words": numbers,
             "sets": {name: top._asdict() for name, top in sets.items()},
         },
+        tables=[table],
+        remarks="A word inside the hull of the others can never be the model's first "
+        "choice, whatever the context.",
+        key={
+            name: {"words never first": f"{len(words):,}"}
+            for name, words in lost.items()
+        },
+        verdicts={
+            name: f"cannot put {len(words):,} of {numbers[name]['tried']:,} words first"
+            for name, words in lost.items()
+            if len(words)
+        },
     )
 
 
-def inspect(captures: Sequence[Capture], settings: Settings) -> report.Section:
-    """The section on some captures, of the words and sets that their sources name."""
+def of_capture(capture: Capture, settings: Settings) -> tuple[Reach, TopSets]:
+    """The words and sets that a capture's source names."""
     del settings
-    reaches, sets = {}, {}
-    for capture in captures:
-        table_VE = present("table_VE", capture.table_VE)
-        trials = present("trials", capture.trials)
-        reaches[capture.name] = reach(table_VE, capture.bias_V, trials.words)
-        sets[capture.name] = top_sets(
-            table_VE, capture.bias_V, sizes=trials.sizes, trials=trials.sets
-        )
-    return section(reaches, sets)
+    output = present("table_VE", capture.table_VE), capture.bias_V
+    words, sizes, sets = present("trials", capture.trials)
+    return reach(*output, words), top_sets(*output, sizes=sizes, trials=sets)
+
+
+def compare(measured: dict[str, tuple[Reach, TopSets]]) -> report.Section:
+    """The section on what `of_capture` gave for each model."""
+    reaches = {name: reach for name, (reach, _) in measured.items()}
+    return section(reaches, {name: sets for name, (_, sets) in measured.items()})
 
 
 def _checked(table_VE, bias_V):

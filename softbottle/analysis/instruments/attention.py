@@ -43,17 +43,20 @@ ABOUT = report.About(
     "shrinks as the text grows, and how sharply weights answer their logits.",
     "Read off how many tokens such a layer can single out, and at which length no "
     "token keeps a large weight.",
+    "What attention can tell apart",
 )
 COUNTS = (1, 2, 5, 10, 20, 50, 100)  # numbers of tokens that may be selected
 LEVEL = 0.01  # of the test that calls two samples of distances different
-_CAPTION = (
-    "Top left: how far the selected sum is from what was left out, and its bound "
-    "(dashed). Top right: selected tokens nearer to it than any other (lines), bounds "
-    "for softmax of random vectors as we reconstruct them (shade), and how far the "
-    "selected weights are from equal (dotted). Bottom left: the largest weight as the "
-    "text grows, beside 1/L (thin) and what bounded logits allow softmax (dotted). "
-    "Bottom right: how sharply softmax weights answer their logits."
-)
+_CAPTIONS = {
+    "attention-limits": "How far the selected sum is from what was left out, and its "
+    "bound (dashed).",
+    "attention-limits-reach": "Selected tokens nearer to their sum than any other "
+    "(lines), bounds for softmax of random vectors as we reconstruct them (shade), and "
+    "how far the selected weights are from equal (dotted).",
+    "attention-limits-length": "The largest weight as the text grows, beside 1/L "
+    "(thin) and what bounded logits allow softmax (dotted).",
+    "attention-limits-temperature": "How sharply softmax weights answer their logits.",
+}
 
 
 class Selection(NamedTuple):
@@ -264,8 +267,8 @@ def survey(logits_RL: np.ndarray, values_LD: np.ndarray) -> Limits:
 
 def section(limits: Limits) -> report.Section:
     """The limits of each normaliser in four pictures."""
-    figure = drawing.Figure(figsize=(9, 7))
-    distance, inside, length, gradient = figure.subplots(2, 2).ravel()
+    drawn = {name: drawing.Figure(figsize=(5, 3.6)) for name in _CAPTIONS}
+    distance, inside, length, gradient = (one.subplots() for one in drawn.values())
     for name, selections in limits.selections.items():
         _draw_selections(distance, inside, name, limits.counts_N, selections)
         length.loglog(limits.lengths_N, limits.largest_N[name], label=name)
@@ -297,20 +300,35 @@ def section(limits: Limits) -> report.Section:
         "Attention can single out only so many tokens. Number of tokens from which "
         f"picking the largest weights looks like picking blindly: {firsts}."
     )
-    figures = [report.Figure("attention-limits", figure, _CAPTION)]
+    figures = [
+        report.Figure(name, figure, _CAPTIONS[name]) for name, figure in drawn.items()
+    ]
     numbers = limits._asdict()
     numbers["selections"] = {
         name: [selection._asdict() for selection in selections]
         for name, selections in limits.selections.items()
     }
-    return report.Section("Limits of attention", reading, figures, numbers)
+    table = report.Table(
+        ("normaliser", "tokens from which picking looks blind"),
+        [
+            (name, "none of those tried" if count is None else f"{count:,}")
+            for name, count in limits.critical.items()
+        ],
+    )
+    return report.Section(
+        "Limits of attention",
+        reading,
+        figures,
+        numbers,
+        tables=[table],
+        remarks="Attention can single out only so many tokens.",
+    )
 
 
-def inspect(captures: Sequence[Capture], settings: Settings) -> report.Section:
-    """The section on an attention layer's own arrays, of which a file has one set."""
+def of_capture(capture: Capture, settings: Settings) -> Limits:
+    """`survey` of an attention layer's own arrays, of which a file has one set."""
     del settings
-    (capture,) = captures
-    return section(survey(*present("attention_rows", capture.attention_rows)))
+    return survey(*present("attention_rows", capture.attention_rows))
 
 
 def _draw_selections(distance, inside, name, counts_N, selections):

@@ -27,7 +27,7 @@ from scipy import special, stats
 
 from softbottle import drawing
 from softbottle.analysis import report
-from softbottle.analysis.capture import Capture
+from softbottle.analysis.capture import Capture, present
 from softbottle.analysis.instruments import attention, normalizers
 from softbottle.analysis.settings import Settings
 
@@ -36,7 +36,9 @@ ABOUT = report.About(
     "whether these stand out from the rest.",
     "A head that spreads over most tokens averages them and finds none; past the "
     "number of tokens where a choice looks blind, larger weights single nothing out.",
+    "What attention can tell apart",
 )
+_FEW = 2  # models up to which the limits of their middle layers are drawn
 SELECTED = 5  # tokens that `inside` and `tightness` are about
 _COMPARED = {
     "spread": "spread",
@@ -150,32 +152,6 @@ def measure(
 
 def section(models: dict[str, Heads]) -> report.Section:
     """Models side by side: a map of layers and heads each, and critical numbers."""
-    figure = drawing.Figure(figsize=(11, 3.8 * len(models)))
-    for row, (name, heads) in zip(
-        figure.subplots(len(models), 3, squeeze=False), models.items(), strict=True
-    ):
-        for axes, title, values_LH in (
-            (row[0], _COMPARED["spread"], heads.spread_LH),
-            (row[1], _COMPARED["inside"], heads.inside_LH),
-            (row[2], _COMPARED["largest"], heads.largest_LH),
-        ):
-            # White at 0: at night the page turns it round, and 0 is dark.
-            layers, count = values_LH.shape
-            # From 1: layer l makes the states l of the saturation, 0 the embedding.
-            image = axes.imshow(
-                values_LH.T,
-                aspect="auto",
-                vmin=0,
-                vmax=1,
-                cmap="Blues",
-                extent=(0.5, layers + 0.5, count + 0.5, 0.5),
-            )
-            axes.set(xlabel="layer", title=title)
-            axes.grid(False)
-            for axis in (axes.xaxis, axes.yaxis):
-                axis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
-        row[0].set_ylabel(f"{name}\nhead")
-        figure.colorbar(image, ax=row)
     lines = [
         f"{name}: over {_lengths(heads)} a head reads like one that spreads evenly "
         f"over {np.median(heads.spread_LH):.1%} of them (median), its largest weight "
@@ -184,33 +160,106 @@ def section(models: dict[str, Heads]) -> report.Section:
         f"picking the largest looks like picking blindly {_firsts(heads)}."
         for name, heads in models.items()
     ]
-    reading = (
-        "Left: the share of the tokens that a head reads. Middle: how well those with "
-        "the largest weights are told from the others. Right: the largest weight. The "
-        f"number from which a choice looks blind is published for GPT-2 as {PUBLISHED} "
-        "of the tokens."
+    remarks = (
+        "The number from which a choice looks blind is published for GPT-2 as "
+        f"{PUBLISHED} of the tokens."
     )
-    figures = [report.Figure("attention-heads", figure, reading)]
-    figures.append(_draw_normalizers(models))
+    figures = [
+        figure
+        for place, (name, heads) in enumerate(models.items())
+        for figure in _draw_maps(f"{name}: " if len(models) > 1 else "", heads, place)
+    ]
+    figures += _draw_normalizers(models)
     numbers = {name: heads._asdict() for name, heads in models.items()}
     for place, (name, heads) in enumerate(models.items()):
         inner = attention.section(heads.limits)
         numbers[name]["limits"] = inner.numbers
-        (drawn,) = inner.figures
-        reading = f"{name}, heads of the middle layer on one stretch. {drawn.reading}"
-        figures.append(drawn._replace(name=f"{drawn.name}-{place}", reading=reading))
-    return report.Section("Attention by layer", " ".join(lines), figures, numbers)
+        if len(models) <= _FEW:
+            figures += [
+                drawn._replace(
+                    name=f"{drawn.name}-{place}",
+                    reading=f"{name}, heads of the middle layer on one stretch. "
+                    f"{drawn.reading}",
+                )
+                for drawn in inner.figures
+            ]
+    if len(models) > _FEW:
+        remarks += (
+            f" The limits of middle layers are drawn for up to {_FEW} models, of "
+            "more they are among the numbers."
+        )
+    return report.Section(
+        "Attention by layer",
+        " ".join(lines),
+        figures,
+        numbers,
+        tables=[_table(models)],
+        remarks=remarks,
+    )
 
 
-def inspect(captures: Sequence[Capture], settings: Settings) -> report.Section:
-    """The section on the attention of some captures."""
+def _table(models):
+    """Medians over layers and heads, a model per row."""
+    return report.Table(
+        (
+            *("model", "over", "tokens that a head reads", "its largest weight"),
+            f"of its {SELECTED} largest, within reach",
+            "picking looks blind",
+        ),
+        [
+            (
+                *(name, _lengths(heads)),
+                f"{np.median(heads.spread_LH):.1%}",
+                f"{np.median(heads.largest_LH):.2f}",
+                f"{np.median(heads.inside_LH):.0%}",
+                _firsts(heads),
+            )
+            for name, heads in models.items()
+        ],
+    )
+
+
+def _draw_maps(title, heads, place):
+    """A map of layers and heads for each quantity."""
+    readings = {
+        "spread": "The share of the tokens that a head reads.",
+        "inside": "How well the tokens with the largest weights are told from others.",
+        "largest": "The largest weight.",
+    }
+    maps = []
+    for key, values_LH in (
+        ("spread", heads.spread_LH),
+        ("inside", heads.inside_LH),
+        ("largest", heads.largest_LH),
+    ):
+        figure = drawing.Figure(figsize=(5, 3.4))
+        axes = figure.subplots()
+        layers, count = values_LH.shape
+        # White at 0: at night the page turns it round, and 0 is dark.
+        # From 1: layer l makes the states l of the saturation, 0 the embedding.
+        image = axes.imshow(
+            values_LH.T,
+            aspect="auto",
+            vmin=0,
+            vmax=1,
+            cmap="Blues",
+            extent=(0.5, layers + 0.5, count + 0.5, 0.5),
+        )
+        axes.set(xlabel="layer", ylabel="head", title=f"{title}{_COMPARED[key]}")
+        axes.grid(False)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
+        figure.colorbar(image, ax=axes)
+        name = f"attention-heads-{key}-{place}"
+        maps.append(report.Figure(name, figure, f"{title}{readings[key]}"))
+    return maps
+
+
+def of_capture(capture: Capture, settings: Settings) -> Heads:
+    """`measure` on a capture, the tokens before its text among the states."""
     del settings
-    return section({capture.name: _of_capture(capture) for capture in captures})
-
-
-def _of_capture(capture):
-    logits_LWHS = capture.logits_LWHS
-    entering = list(capture.states[: len(logits_LWHS)])
+    logits_LWHS = present("logits_LWHS", capture.logits_LWHS)
+    entering = list(present("states", capture.states)[: len(logits_LWHS)])
     if capture.front is not None:
         entering = [
             _behind(front_WPD, layer_ND)
@@ -229,27 +278,31 @@ def _behind(front_WPD, layer_ND):
 
 
 def _draw_normalizers(models):
-    figure = drawing.Figure(figsize=(9, 3.2))
-    width = 0.8 / len(models)
-    for axes, key in zip(figure.subplots(1, len(_COMPARED)), _COMPARED, strict=True):
+    """The means under each normaliser, a figure per quantity."""
+    figures, width = [], 0.8 / len(models)
+    for key, title in _COMPARED.items():
+        figure = drawing.Figure(figsize=(5, 3.4))
+        axes = figure.subplots()
         for index, (name, heads) in enumerate(models.items()):
             heights = [measured[key] for measured in heads.normalised.values()]
             at = np.arange(len(heights)) + width * (index - (len(models) - 1) / 2)
             axes.bar(at, heights, width, label=name)
         axes.set_xticks(range(len(heights)), normalizers.ALL, rotation=20, ha="right")
-        axes.set(title=_COMPARED[key], ylim=(0, 1))
+        axes.set(title=title, ylim=(0, 1))
         if key == "spread":
             # From one token to all of them.
             longest = max(heads.length for heads in models.values())
             axes.set(yscale="log", ylim=(0.5 / longest, 1))
-    if len(models) > 1:
-        drawing.label(axes)
-    reading = (
-        "The same logits under other normalisers, mean over all heads. They were "
-        "trained for softmax, so this shows what a normaliser does, not how a model "
-        "trained with it would do."
-    )
-    return report.Figure("attention-normalisers", figure, reading)
+        if len(models) > 1:
+            drawing.label(axes)
+        reading = "The same logits under other normalisers, mean over all heads."
+        if key == "spread":
+            reading += (
+                " They were trained for softmax, so this shows what a normaliser does, "
+                "not how a model trained with it would do."
+            )
+        figures.append(report.Figure(f"attention-normalisers-{key}", figure, reading))
+    return figures
 
 
 def _maps(weights, values):

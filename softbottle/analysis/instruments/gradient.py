@@ -32,6 +32,7 @@ ABOUT = report.About(
     "directions of the output table reaches the layers below.",
     "A share near that of chance says that the table passes on no more than random "
     "directions would; a wider table passes more.",
+    "How much of a gradient passes the head",
 )
 CHUNK = 64  # tokens whose [K, V] gradients are held at a time
 
@@ -134,13 +135,9 @@ def column_space(table_VE: np.ndarray) -> np.ndarray:
     return left_VE[:, sigma > scale * sigma[0]]
 
 
-def inspect(captures: Sequence[Capture], settings: Settings) -> report.Section:
-    """The section on the start of some captures' texts."""
+def of_capture(capture: Capture, settings: Settings) -> Gradient:
+    """`measure` on the start of a capture's text."""
     del settings
-    return section({capture.name: _of_capture(capture) for capture in captures})
-
-
-def _of_capture(capture):
     mixed = present("mixed", capture.mixed)
     return measure(
         mixed.log_prior_TK,
@@ -155,23 +152,6 @@ def _of_capture(capture):
 
 def section(heads: dict[str, Gradient]) -> report.Section:
     """Heads side by side: what they keep, beside chance, against their width."""
-    figure = drawing.Figure()
-    axes = figure.subplots()
-    for name, head in heads.items():
-        (line,) = axes.plot(head.width, head.kept, "o", label=name)
-        color = line.get_color()
-        axes.plot(head.width, head.chance, "_", color=color, markersize=14)
-        if head.by_rank:
-            axes.plot(*zip(*sorted(head.by_rank.items()), strict=True), color=color)
-    axes.set(xlabel="width of the head", ylabel="norm kept", ylim=(0, 1), xscale="log")
-    drawing.label(axes)
-    reading = (
-        "Dots: the share of the gradient's norm that the head passes on; dashes: what "
-        "chance would keep"
-    )
-    if any(head.by_rank for head in heads.values()):
-        reading += "; lines: by the head's leading directions alone"
-    reading += "."
     lines = [
         f"{name}: {head.kept:.1%} of the norm of the logits' gradient reaches the "
         f"backbone through {head.width:,} of {head.vocab:,} dimensions (chance "
@@ -181,8 +161,62 @@ def section(heads: dict[str, Gradient]) -> report.Section:
     numbers = {
         name: head._asdict() | {"chance": head.chance} for name, head in heads.items()
     }
-    figures = [report.Figure("gradient-kept", figure, reading)]
-    return report.Section("Gradient", " ".join(lines), figures, numbers)
+    table = report.Table(
+        (
+            *("model", "norm that reaches the backbone", "by chance"),
+            *("through", "norm left out"),
+        ),
+        [
+            (
+                *(name, f"{head.kept:.1%}", f"{head.chance:.1%}"),
+                f"{head.width:,} of {head.vocab:,} dimensions",
+                f"{head.suppressed:.1%}",
+            )
+            for name, head in heads.items()
+        ],
+    )
+    return report.Section(
+        "Gradient",
+        " ".join(lines),
+        [_draw(heads)],
+        numbers,
+        tables=[table],
+        remarks="",
+        key={
+            name: {"gradient kept": f"{head.kept:.0%}"} for name, head in heads.items()
+        },
+    )
+
+
+def _draw(heads):
+    """By leading directions where they are known; else a bar per head."""
+    figure = drawing.Figure(figsize=(6.4, 3.8))
+    axes = figure.subplots()
+    lines = {name: head for name, head in heads.items() if head.by_rank}
+    if not lines:
+        drawing.bars(axes, {name: head.kept for name, head in heads.items()})
+        for place, head in enumerate(heads.values()):
+            axes.plot([head.chance] * 2, [place - 0.3, place + 0.3], color="black")
+        axes.set(xlabel="norm kept", xlim=(0, None))
+        reading = (
+            "Bars: the share of the gradient's norm that the head passes on; strokes: "
+            "what chance would keep."
+        )
+        return report.Figure("gradient-kept", figure, reading)
+    for name, head in heads.items():
+        (line,) = axes.plot(head.width, head.kept, "o", label=name)
+        color = line.get_color()
+        axes.plot(head.width, head.chance, "_", color=color, markersize=14)
+        if head.by_rank:
+            ranks, shares = zip(*sorted(head.by_rank.items()), strict=True)
+            axes.plot(ranks, shares, "-", color=color)
+    axes.set(xlabel="width of the head", ylabel="norm kept", ylim=(0, 1), xscale="log")
+    drawing.label(axes)
+    reading = (
+        "Dots: the share of the gradient's norm that the head passes on; dashes: what "
+        "chance would keep; lines: by the head's leading directions alone."
+    )
+    return report.Figure("gradient-kept", figure, reading)
 
 
 def _chunks(tokens):

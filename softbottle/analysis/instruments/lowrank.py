@@ -30,7 +30,7 @@ import optax
 
 from softbottle import drawing, heads
 from softbottle.analysis import report
-from softbottle.analysis.capture import Capture, bias_or_zeros, powers, real
+from softbottle.analysis.capture import Capture, bias_or_zeros, powers, present, real
 from softbottle.analysis.settings import Settings
 
 ABOUT = report.About(
@@ -38,6 +38,7 @@ ABOUT = report.About(
     "and judged on states they have not seen.",
     "Where the curve is flat before its right end, the table could be narrower; where "
     "it still falls there, every dimension is in use.",
+    "Heads of limited rank",
 )
 NEAR = 0.02  # nats: losses this close to the best are called as good
 
@@ -252,8 +253,8 @@ def _knee(ranks, losses):
 
 def section(models: dict[str, LowRank]) -> report.Section:
     """Models side by side: loss against rank, and against W-error."""
-    figure = drawing.Figure(figsize=(10, 4))
-    by_rank, by_error = figure.subplots(1, 2)
+    figure, beside = (drawing.Figure(figsize=(5, 3.6)) for _ in range(2))
+    by_rank, by_error = figure.subplots(), beside.subplots()
     lines = []
     for name, curve in models.items():
         label = name if len(models) > 1 else "trained"
@@ -280,25 +281,48 @@ def section(models: dict[str, LowRank]) -> report.Section:
         "more of them would help, only a wider model can tell."
     )
     figures = [report.Figure("lowrank-loss", figure, reading)]
+    if any(np.isfinite(curve.w_error_R).any() for curve in models.values()):
+        caption = (
+            "The same losses against what the model's own table loses if it is cut to "
+            "that rank."
+        )
+        figures.append(report.Figure("lowrank-w-error", beside, caption))
     numbers = {name: curve._asdict() for name, curve in models.items()}
-    return report.Section("Heads of limited rank", " ".join(lines), figures, numbers)
+    table = report.Table(
+        ("model", "rank as good as any", "loss at best", "the model's own head"),
+        [
+            (
+                *(name, f"{curve.knee:,}", f"{curve.loss_R.min():.3f}"),
+                "–" if curve.own is None else f"{curve.own:.3f}",
+            )
+            for name, curve in models.items()
+        ],
+    )
+    return report.Section(
+        "Heads of limited rank",
+        " ".join(lines),
+        figures,
+        numbers,
+        tables=[table],
+        remarks="Losses in nats per token on states that were not trained on.",
+    )
 
 
-def inspect(captures: Sequence[Capture], settings: Settings) -> report.Section:
-    """The section on heads of every power of two up to the width of the states."""
+def of_capture(capture: Capture, settings: Settings) -> LowRank:
+    """Heads of every power of two up to the width of the states.
+
+    They start from the model's own softmax over the words that occur; where its head is
+    another, from scratch.
+    """
     del settings
-    return section({capture.name: _of_capture(capture) for capture in captures})
-
-
-def _of_capture(capture):
-    """From the model's own softmax over the words that occur; else from scratch."""
-    hidden_ND, labels_N = capture.frozen
+    hidden_ND, labels = present("frozen", capture.frozen)
+    labels_N = present("labels_T", labels)
+    table_VE = present("table_VE", capture.table_VE)
     ranks = powers(hidden_ND.shape[1])
     if capture.readout is not None:
-        vocab = len(capture.table_VE)
-        return train(hidden_ND, labels_N, vocab, ranks, capture.table_VE)
+        return train(hidden_ND, labels_N, len(table_VE), ranks, table_VE)
     words_V, labels_N = np.unique(labels_N, return_inverse=True)
-    own = Own(capture.table_VE[words_V], bias_or_zeros(capture)[words_V])
+    own = Own(table_VE[words_V], bias_or_zeros(capture)[words_V])
     return cut(hidden_ND, labels_N, ranks, own)
 
 

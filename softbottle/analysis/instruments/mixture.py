@@ -64,7 +64,7 @@ def mixing(log_prior_TK: np.ndarray, log_label_TK: np.ndarray) -> Mixing:
 
 def draw(mixed: dict[str, Mixing]) -> report.Figure:
     """Mean weights and responsibilities of the components, largest first."""
-    figure = drawing.Figure(figsize=(8, 3.5))
+    figure = drawing.Figure(figsize=(6.4, 3.5))
     axes = figure.subplots()
     for name, mixing in mixed.items():
         order_K = np.argsort(-mixing.usage_K)

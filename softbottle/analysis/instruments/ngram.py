@@ -24,7 +24,6 @@ Axes: C contexts, N words of a context, D dimensions, K columns of Q, P probes, 
 of a smaller matrix with the same G.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -41,7 +40,9 @@ ABOUT = report.About(
     "Hold your model's width against the line: where it still falls steeply, the text "
     "asks for more dimensions than the model has, which is a hint and no bound on its "
     "loss.",
+    "Dimensions of a text",
 )
+_FEW = 3  # models up to which they are named with their text
 _PASSES = 6
 _OVERSAMPLING = 16
 _PROBES = 10
@@ -61,6 +62,17 @@ class NextWord(NamedTuple):
     matrix_CV: sparse.csr_array
     contexts_CN: np.ndarray
     counts_C: np.ndarray
+
+
+class Reader(NamedTuple):
+    """A text as it is to be counted, and the width of the model that reads it.
+
+    The width is None where there is no model.
+    """
+
+    text: Text
+    width: int | None
+    settings: Settings
 
 
 class WError(NamedTuple):
@@ -170,12 +182,13 @@ def section(
         errors: by the corpus's name.
         widths: by the corpus's name, the widths of models that read it, by theirs.
     """
-    figure = drawing.Figure(figsize=(7, 4.2))
+    figure = drawing.Figure(figsize=(6.4, 4.0))
     axes = figure.subplots()
-    numbers, halves, models = {}, [], []
+    numbers, halves, models, rows = {}, [], [], []
     for name, error in errors.items():
         dims_D, above_D = np.arange(1, len(error.error_D)), error.error_D[1:]
-        (line,) = axes.plot(dims_D, above_D, label=name)
+        label = name if len(errors) > 1 else None
+        (line,) = axes.plot(dims_D, above_D, label=label)
         axes.fill_between(
             dims_D, error.lower_D[1:], above_D, color=line.get_color(), alpha=0.25
         )
@@ -185,6 +198,15 @@ def section(
             f"{len(dims_D) if half is None else half:,}"
         )
         numbers[name] = {**error._asdict(), "half_at": half}
+        half_at = f"beyond {len(dims_D):,}" if half is None else f"{half:,}"
+        beside: dict[str, int | None] = {**(widths or {}).get(name, {})}
+        rows += [
+            (
+                *(model, "–" if width is None else f"{width:,}"),
+                *(_shown(error.error_D, width), name, half_at),
+            )
+            for model, width in (beside or {"–": None}).items()
+        ]
         for model, width in (widths or {}).get(name, {}).items():
             if width < len(error.error_D):
                 axes.plot(width, error.error_D[width], "o", color=line.get_color())
@@ -196,12 +218,16 @@ def section(
                 numbers[name][f"at the width of {model}"] = error.error_D[width]
     axes.axhline(0.5, color=drawing.GRAY, linestyle=":", linewidth=1)
     axes.set(xlabel="dimensions", ylabel="W-error", ylim=(0, 1.02), xscale="log")
+    drawing.plain(axes.xaxis)
     drawing.label(axes)
-    reading = (
+    remarks = (
         "How much of the text's own next-word table the best table of a given rank "
         "leaves out: what the text asks for, not what a model loses, since it is a "
-        "softmax's log-probabilities whose rank is limited. The error is halved at "
-        f"these numbers of dimensions: {'; '.join(halves)}."
+        "softmax's log-probabilities whose rank is limited."
+    )
+    reading = (
+        f"{remarks} The error is halved at these numbers of dimensions: "
+        f"{'; '.join(halves)}."
     )
     if models:
         reading += f" It is {'; '.join(models)}."
@@ -210,41 +236,62 @@ def section(
         "exact. A shade below a line is how far the truth may lie under it. Dotted: "
         "half of the error."
     )
+    if len(errors) == 1:
+        caption = caption.replace("Each line", "The line").replace("a line", "it", 1)
     if models:
         caption += " Dashed: the width of a model."
     figures = [report.Figure("ngram-w-error", figure, caption)]
-    return report.Section("Dimensions of the text", reading, figures, numbers)
+    heads = ("model", "its width", "error there", "text", "error halved at")
+    first = 0 if any((widths or {}).values()) else 3
+    return report.Section(
+        "Dimensions of the text",
+        reading,
+        figures,
+        numbers,
+        tables=[report.Table(heads[first:], [row[first:] for row in rows])],
+        remarks=remarks,
+    )
 
 
-def inspect(captures: Sequence[Capture], settings: Settings) -> report.Section:
+def of_capture(capture: Capture, settings: Settings) -> Reader:
+    """Who reads which text; it is counted later, once for all models that read it."""
+    table_VE = capture.table_VE
+    width = None if table_VE is None else table_VE.shape[1]
+    return Reader(present("text", capture.text), width, settings)
+
+
+def compare(readers: dict[str, Reader]) -> report.Section:
     """One line per text: models that read the same one share it."""
-    texts = [present("text", capture.text) for capture in captures]
-    readers: dict[str | int, list[tuple[Capture, Text]]] = {}
-    for capture, text in zip(captures, texts, strict=True):
-        alone = capture.table_VE is None
-        key = capture.name if alone else hash(text.ids.tobytes())
-        readers.setdefault(key, []).append((capture, text))
+    groups: dict[str | int, dict[str, Reader]] = {}
+    for name, reader in readers.items():
+        key = name if reader.width is None else hash(reader.text.ids.tobytes())
+        groups.setdefault(key, {})[name] = reader
     errors, widths = {}, {}
-    for group in readers.values():
-        text, names = group[0][1], ", ".join(capture.name for capture, _ in group)
-        title = text.title.format(names)
-        errors[title] = _of_text(text, settings)
+    for group in groups.values():
+        # The widest model's, so that the line reaches every width.
+        reader = max(group.values(), key=lambda reader: reader.text.dimensions)
+        readers_of = ", ".join(group) if len(group) <= _FEW else f"{len(group)} models"
+        title = reader.text.title.format(readers_of)
+        errors[title] = _of_text(reader.text, reader.settings)
         widths[title] = {
-            capture.name: capture.table_VE.shape[1]
-            for capture, _ in group
-            if capture.table_VE is not None
+            name: reader.width
+            for name, reader in group.items()
+            if reader.width is not None
         }
     compared = section(errors, widths)
     if any(widths.values()):
         return compared
     # Texts without a model are cut to one length and one number of words.
-    length, vocab = len(texts[0].ids), texts[0].vocab
-    reading = (
-        f"{compared.reading} Of each text the first {length:,} words, {vocab:,} of "
-        "them told apart."
+    text = next(iter(readers.values())).text
+    sample = (
+        f" Of each text the first {len(text.ids):,} words, {text.vocab:,} of them told "
+        "apart."
     )
-    numbers = compared.numbers | {"words": length}
-    return compared._replace(reading=reading, numbers=numbers)
+    return compared._replace(
+        reading=compared.reading + sample,
+        remarks=(compared.remarks or "") + sample,
+        numbers=compared.numbers | {"words": len(text.ids)},
+    )
 
 
 def _of_text(text, settings):
@@ -309,6 +356,12 @@ def _most_energy(theta_K, coupling_K, ceiling, energy):
 
 def _tail(sums_D, energy):
     return np.sqrt(np.clip(1 - np.concatenate([[0.0], sums_D]) / energy, 0, 1))
+
+
+def _shown(error_D, width):
+    """The error at a width, for a table; a dash where it is not known."""
+    known = width is not None and width < len(error_D)
+    return f"{error_D[width]:.3f}" if known else "–"
 
 
 def _first_below(error_D, level):

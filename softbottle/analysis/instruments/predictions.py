@@ -89,6 +89,21 @@ def columns(capture: Capture, precision: Precision) -> Iterator[np.ndarray]:
         yield _activated(capture, logits_CN) - lse_N[None]
 
 
+def loss(capture: Capture) -> float:
+    """Mean loss without a readout along the text, in nats per token.
+
+    Raises:
+        ValueError: if the words that follow the states are not known.
+    """
+    labels_N = present("labels_T", joined(present("tokens", capture.tokens)).labels_T)
+    total, start = 0.0, 0
+    for log_p_CV in rows(capture):
+        labels_C = labels_N[start : start + len(log_p_CV)]
+        total -= float(np.sum(log_p_CV[np.arange(len(labels_C)), labels_C]))
+        start += len(labels_C)
+    return total / start
+
+
 def _activated(capture, logits_CV):
     """g of some logits, in their precision."""
     apply, theta = capture.activation.apply, capture.activation.theta

@@ -16,39 +16,22 @@ instead.
 Axes: C rows of a block.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
-from softbottle import drawing
-from softbottle.analysis import report
 from softbottle.analysis.capture import Capture, joined, present, real
 from softbottle.analysis.instruments import factors, mixture, predictions
 from softbottle.analysis.settings import Precision, Settings
 from softbottle.ops.mixture.activations import SOFTMAX
 
-ABOUT = report.About(
-    "The log-probabilities of every word at every position are a matrix, and its rank "
-    "counts the independent directions in which the predictions differ.",
-    "A rank that equals the softmax's bound says that the output layer is the limit, "
-    "and a head without that bound has room; how much of it pays, only training "
-    "tells.",
-)
 PRECISIONS: tuple[Precision, ...] = ("float32", "float64")
 LOSSES = (1e-3, 1e-4, 1e-5)  # of the sum of squares that an effective rank may leave
 
 
 _GRAM_FLOOR = 1e-7  # some times the 1.5e-8 that its rounding is worth
-_LIFTED = "its logits are changed one by one after the table, which lifts that bound; "
-_LIMITED = {
-    None: "",
-    "positions": "the sample is the limit here, not the head: {:,} positions can show "
-    "no more, and a larger sample would (--positions); ",
-    "words": "the vocabulary is the limit here, not the head: {:,} words can show no "
-    "more; ",
-}
 
 
 class Spectrum(NamedTuple):
@@ -94,7 +77,7 @@ class HeadRanks(NamedTuple):
             without a bias.
         kl: expected divergence between two contexts, in nats.
         mixing: None for a head of one component.
-        loss: mean loss on the text, in nats; None where a run's metrics tell it.
+        loss: mean loss on the text, in nats per token; None without labels.
         lifted: whether a pointwise g, such as a soft-cap, lifts the bound of a softmax
             that has the same table.
     """
@@ -107,6 +90,11 @@ class HeadRanks(NamedTuple):
     lifted: bool = False
 
     @property
+    def rank(self) -> int:
+        """The rank of the precision to go by."""
+        return self.ranks.ranks[self.ranks.precision] or 0
+
+    @property
     def limit(self) -> str | None:
         """What the rank is limited by before the head: "positions" or "words".
 
@@ -114,7 +102,7 @@ class HeadRanks(NamedTuple):
         the limit is the head's.
         """
         least = min(self.ranks.shape)
-        if least > self.bound and self.ranks.ranks[self.ranks.precision] != least:
+        if least > self.bound and self.rank != least:
             return None
         rows, columns = self.ranks.shape
         return "positions" if rows <= columns else "words"
@@ -267,19 +255,25 @@ def measure(capture: Capture, precision: Precision = "float32") -> HeadRanks:
     bound = softmax_bound(width, capture.bias_V is not None)
     if capture.readout is None:
         return _of_softmax(capture, precision, bound)
-    pairs, parts = PairwiseKL(), []
+    pairs, parts, losses = PairwiseKL(), [], []
+    labels = [present("labels_T", block.labels_T) for block in capture.tokens or ()]
 
     def rows():
-        for block in predictions.mixtures(capture, precision):
+        blocks = predictions.mixtures(capture, precision)
+        for block, labels_C in zip(blocks, labels, strict=True):
             pairs.add(block.log_p_CV)
             parts.append(tuple(map(np.asarray, block[1:])))
+            losses.append(
+                -np.asarray(block.log_p_CV[np.arange(len(labels_C)), labels_C])
+            )
             yield block.log_p_CV
 
     ranks = streamed(rows(), precision)
+    loss = float(np.concatenate(losses).mean(dtype=np.float64))
     log_prior_TK, log_label_TK = map(np.concatenate, zip(*parts, strict=True))
     several = log_prior_TK.shape[1] > 1
     mixed = mixture.mixing(log_prior_TK, log_label_TK) if several else None
-    return HeadRanks(ranks, bound, pairs.value, mixed)
+    return HeadRanks(ranks, bound, pairs.value, mixed, loss)
 
 
 def _of_softmax(capture, precision, bound):
@@ -301,82 +295,9 @@ def _of_softmax(capture, precision, bound):
     return HeadRanks(ranks, bound, pairs.value, None, loss, lifted)
 
 
-def inspect(captures: Sequence[Capture], settings: Settings) -> report.Section:
-    """The section on some captures."""
-    return section(
-        {capture.name: measure(capture, settings.precision) for capture in captures}
-    )
-
-
-def section(heads: dict[str, HeadRanks]) -> report.Section:
-    """Heads side by side: their ranks, spectra, divergences and mixtures."""
-    lines = [
-        f"{name}: rank {head.ranks.ranks[head.ranks.precision]:,} of at most "
-        f"{min(head.ranks.shape):,}, where a softmax of its width stops at "
-        f"{head.bound:,}; {_LIFTED if head.lifted else ''}"
-        f"{_LIMITED[head.limit].format(min(head.ranks.shape))}two contexts differ by "
-        f"{head.kl:.2f} nats on average."
-        for name, head in heads.items()
-    ]
-    lines.append(
-        "Go by the tolerance of the precision the entries were computed in: a finer "
-        "one counts rounding, a coarser one overlooks. Rank is room, not quality."
-    )
-    numbers = {name: _numbers(head) for name, head in heads.items()}
-    figures = [_draw_spectra(heads)]
-    mixed = {name: head.mixing for name, head in heads.items() if head.mixing}
-    if mixed:
-        figures.append(mixture.draw(mixed))
-    for name, head in heads.items():
-        if head.loss is not None:
-            whose = "Its loss" if len(heads) == 1 else f"The loss of {name}"
-            lines.append(f"{whose} on this text is {head.loss:.3f} nats per token.")
-    return report.Section("Rank", " ".join(lines), figures, numbers)
-
-
-def _numbers(head):
-    numbers = head._asdict() | {"ranks": head.ranks._asdict(), "limit": head.limit}
-    if head.mixing:
-        numbers["mixing"] = head.mixing._asdict()
-    if head.loss is None:
-        del numbers["loss"]
-    return numbers
-
-
-def _draw_spectra(heads):
-    figure = drawing.Figure(figsize=(8, 4.5))
-    axes = figure.subplots()
-    lowest = max(floor(head.ranks) for head in heads.values())
-    for name, head in heads.items():
-        relative = head.ranks.sigma / head.ranks.sigma[0]
-        relative = relative[relative > lowest]
-        if len(relative) < len(head.ranks.sigma):
-            relative = np.append(relative, lowest)  # a fall out of sight, and no more
-        label = name if len(heads) > 1 else None
-        (line,) = axes.loglog(np.arange(1, len(relative) + 1), relative, label=label)
-        tolerance = head.ranks.tolerances[head.ranks.precision] / head.ranks.sigma[0]
-        axes.axhline(tolerance, color=line.get_color(), linestyle=":")
-    for bound in sorted({head.bound for head in heads.values()}):
-        axes.axvline(bound, color=drawing.GRAY, linestyle="--", lw=1)
-        axes.annotate(
-            f"{bound:,}",
-            (bound, 1.0),
-            (3, -3),
-            xycoords=axes.get_xaxis_transform(),
-            textcoords="offset points",
-            va="top",
-            fontsize=drawing.SMALL,
-            color=drawing.GRAY,
-        )
-    axes.set(xlabel="index, from 1", ylabel="singular value over the largest")
-    axes.set_ylim(lowest, 2)
-    drawing.label(axes)
-    reading = (
-        "Dashed: the rank at which a softmax of this width stops. A cliff there is the "
-        "bottleneck. Dotted: the tolerance, below which there is rounding. The axis "
-        "ends where singular values are no longer resolved."
-    )
-    return report.Figure("rank-spectrum", figure, reading)
+def of_capture(capture: Capture, settings: Settings) -> HeadRanks:
+    """`measure` as closely as the settings say."""
+    return measure(capture, settings.precision)
 
 
 def _tolerance(shape, sigma, precision):

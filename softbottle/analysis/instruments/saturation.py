@@ -30,7 +30,9 @@ ABOUT = report.About(
     "unevenly the output table uses its dimensions.",
     "If all states point one way, or the table's singular values fall at once, part "
     "of the width that you pay for is idle.",
+    "Saturation of states and head",
 )
+PANEL = (5.0, 3.4)  # inches, of figures that stand side by side
 OUTLIER = 6.0  # deviations from which a dimension is an outlier
 
 
@@ -131,25 +133,10 @@ def _layer(name, states_ND):
 
 def section(states: dict[str, Layers], heads: dict[str, Head]) -> report.Section:
     """Models side by side: their layers, and the spectra of their heads."""
-    # One layer is a number, which the sentences have: no panel with a dot in it.
-    deep = any(len(layers.anisotropy_L) > 1 for layers in states.values())
-    figure = drawing.Figure(figsize=(11, 3.8) if deep else (7, 4))
-    panels = figure.subplots(1, 3 if deep else 1, squeeze=False)[0]
-    spectra = panels[-1]
-    for name, (sigma, entropy) in heads.items():
-        (line,) = spectra.semilogy(
-            np.arange(1, len(sigma) + 1),
-            sigma / sigma[0],
-            label=f"{name}: {entropy:.2f}",
-        )
-        if deep and name in states:
-            _draw_layers(panels, states[name], line.get_color())
-    spectra.set(xlabel="index, from 1", title="singular values of the head, entropy")
-    for axes in panels:
-        axes.xaxis.set_major_locator(
-            matplotlib.ticker.MaxNLocator(integer=True, min_n_ticks=1)
-        )
-    drawing.label(spectra)
+    # One layer is a number, which the table has: no panel with a dot in it.
+    deep = {k: layers for k, layers in states.items() if len(layers.anisotropy_L) > 1}
+    figures = _draw_layers(deep) if deep else []
+    figures.append(_draw_spectra(heads))
     lines = [
         f"{name}: in its last layer two states have a cosine of "
         f"{layers.anisotropy_L[-1]:.2f} on average, and {layers.outliers_L[-1]} of "
@@ -162,47 +149,126 @@ def section(states: dict[str, Layers], heads: dict[str, Head]) -> report.Section
         f"{np.log(len(sigma)):.2f}."
         for name, (sigma, entropy) in heads.items()
     ]
-    reading = (
-        "A head whose singular values fall at once (entropy far above 0) uses few of "
-        "its dimensions."
-    )
-    if deep:
-        reading = (
-            "Left: the mean cosine of two states by layer, the embedded words first; "
-            "near 1 all states point one way. Middle: the largest entry of a layer, "
-            f"and {OUTLIER:.0f} deviations (dotted). Right: {reading[0].lower()}"
-            f"{reading[1:]}"
-        )
     numbers = {
         name: layers._asdict() | {"outliers_L": layers.outliers_L}
         for name, layers in states.items()
     } | {f"{name}, head": head._asdict() for name, head in heads.items()}
-    figures = [report.Figure("saturation-layers", figure, reading)]
-    return report.Section("Saturation", " ".join(lines), figures, numbers)
+    return report.Section(
+        "Saturation",
+        " ".join(lines),
+        figures,
+        numbers,
+        tables=[_table(states, heads)],
+        remarks="",
+        key={name: _key(states.get(name), heads.get(name)) for name in states | heads},
+    )
 
 
-def _draw_layers(panels, layers, color):
-    cosines, peaks, _ = panels
-    cosines.plot(layers.anisotropy_L, marker=".", color=color)
-    peaks.semilogy(np.nanmax(layers.peak_LD, axis=1), marker=".", color=color)
-    peaks.axhline(OUTLIER, color=drawing.GRAY, linestyle=":")
-    cosines.set(xlabel="layer", title="anisotropy", ylim=(None, 1))
-    peaks.set(xlabel="layer", title="largest entry, in deviations")
+def _key(layers, head):
+    """Cells of the table of models."""
+    cells = {}
+    if layers is not None:
+        cells["anisotropy"] = f"{layers.anisotropy_L[-1]:.2f}"
+        cells["outlier dimensions"] = f"{layers.outliers_L[-1]:,}"
+    if head is not None:
+        cells["singular entropy"] = f"{head.entropy:.2f}"
+    return cells
 
 
-def inspect(captures: Sequence[Capture], settings: Settings) -> report.Section:
-    """The section on some captures; of a head by itself, its spectrum."""
+def _table(states, heads):
+    """The last layer's numbers and the head's, a model per row."""
+    rows = []
+    for name in heads | states:
+        cells = ["–"] * 5
+        if name in states:
+            layers = states[name]
+            count = np.isfinite(layers.peak_LD[-1]).sum()
+            cells[0] = f"{layers.anisotropy_L[-1]:.2f}"
+            cells[1] = f"{layers.outliers_L[-1]:,} of {count:,}"
+            cells[2] = f"{layers.kurtosis_L[-1]:.1f}"
+        if name in heads:
+            cells[3] = f"{heads[name].entropy:.2f}"
+            cells[4] = f"{np.log(len(heads[name].sigma)):.2f}"
+        rows.append((name, *cells))
+    heading = (
+        *("model", "mean cosine of two states"),
+        f"dimensions that reach {OUTLIER:.0f} deviations",
+        *("kurtosis", "singular entropy of the head", "at most"),
+    )
+    return report.Table(heading, rows)
+
+
+def _draw_layers(states):
+    """Mean cosines and largest entries of the layers, a line per model."""
+    panels = []
+    for name, title, reading in (
+        (
+            *("anisotropy", "mean cosine of two states"),
+            "By layer, the embedded words first; near 1 all states point one way.",
+        ),
+        (
+            *("peaks", "largest entry, in deviations"),
+            f"Of each layer; dotted: {OUTLIER:.0f} deviations, from where it is an "
+            "outlier.",
+        ),
+    ):
+        figure = drawing.Figure(figsize=PANEL)
+        axes = figure.subplots()
+        for model, layers in states.items():
+            value_L = layers.anisotropy_L
+            if name == "peaks":
+                value_L = np.nanmax(layers.peak_LD, axis=1)
+            axes.plot(value_L, marker=".", label=model if len(states) > 1 else None)
+        axes.set(xlabel="layer", title=title)
+        if name == "peaks":
+            axes.set_yscale("log")
+            drawing.plain(axes.yaxis)
+            axes.axhline(OUTLIER, color=drawing.GRAY, linestyle=":")
+        else:
+            axes.set_ylim(None, 1)
+        _count_from(axes)
+        panels.append(report.Figure(f"saturation-{name}", figure, reading))
+    return panels
+
+
+def _draw_spectra(heads):
+    figure = drawing.Figure(figsize=PANEL)
+    axes = figure.subplots()
+    for name, (sigma, entropy) in heads.items():
+        axes.semilogy(
+            np.arange(1, len(sigma) + 1),
+            sigma / sigma[0],
+            label=f"{name}: {entropy:.2f}",
+        )
+    axes.set(xlabel="index, from 1", title="singular values of the head, entropy")
+    drawing.plain(axes.yaxis)
+    _count_from(axes)
+    reading = (
+        "A head whose singular values fall at once (entropy far above 0) uses few of "
+        "its dimensions."
+    )
+    return report.Figure("saturation-spectrum", figure, reading)
+
+
+def _count_from(axes):
+    """Whole numbers below, and the lines by their names."""
+    axes.xaxis.set_major_locator(
+        matplotlib.ticker.MaxNLocator(integer=True, min_n_ticks=1)
+    )
+    drawing.label(axes)
+
+
+def of_capture(capture: Capture, settings: Settings) -> tuple[Layers | None, Head]:
+    """The layers and the head; of a head by itself, its spectrum."""
     del settings
-    states = {
-        capture.name: layers(capture.states)
-        for capture in captures
-        if capture.states is not None
-    }
-    heads = {
-        capture.name: head(present("table_VE", capture.table_VE))
-        for capture in captures
-    }
-    return section(states, heads)
+    states = None if capture.states is None else layers(capture.states)
+    return states, head(present("table_VE", capture.table_VE))
+
+
+def compare(measured: dict[str, tuple[Layers | None, Head]]) -> report.Section:
+    """The section on what `of_capture` gave for each model."""
+    states = {name: layers for name, (layers, _) in measured.items() if layers}
+    return section(states, {name: head for name, (_, head) in measured.items()})
 
 
 def _checked(name, matrix):

@@ -6,6 +6,9 @@ for N parameters and T tokens. B, beta and E are given, as Godey et al. keep the
 Hoffmann et al.; A and alpha are fitted to models large enough not to saturate, and the
 gap of a smaller one is how far its loss lies above the law.
 
+Of models that were trained on one text the last two terms are one constant, which can
+be fitted as well where there are models enough (power_law.py).
+
 Axes: M models.
 """
 
@@ -19,7 +22,7 @@ from numpy.typing import ArrayLike
 
 from softbottle import drawing
 from softbottle.analysis import report
-from softbottle.analysis.capture import Capture, present, real
+from softbottle.analysis.capture import Capture, Models, present, real
 from softbottle.analysis.settings import Settings
 from softbottle.data import vocab
 
@@ -27,6 +30,7 @@ ABOUT = report.About(
     "The losses of models of several sizes beside the law that fits the larger ones.",
     "A small model far above the law does worse than its size explains, and a "
     "saturated output layer is one of the possible causes.",
+    "Scaling laws and gaps",
 )
 
 
@@ -163,11 +167,15 @@ def of_models(
     return section(law, names, *data, fitted=fitted, within=intervals(law, *chosen))
 
 
-def inspect(captures: Sequence[Capture], settings: Settings) -> report.Section:
-    """The section on trained models, of which a file has one list."""
+def of_capture(capture: Capture, settings: Settings) -> Models:
+    """The trained models of a file, which has one list of them."""
     del settings
-    (capture,) = captures
-    return of_models(*present("models", capture.models))
+    return present("models", capture.models)
+
+
+def compare(models: Models) -> report.Section:
+    """The section on what `of_capture` gave."""
+    return of_models(*models)
 
 
 def section(
@@ -192,17 +200,28 @@ def section(
     """
     predicted_M = law.loss(parameters_M, tokens_M)
     gap_M = law.gap(parameters_M, tokens_M, loss_M)
-    figure = drawing.Figure()
+    figure = drawing.Figure(figsize=(6.4, 4.0))
     axes = figure.subplots()
     axes.loglog(parameters_M, loss_M, "o", label="measured")
     axes.loglog(parameters_M, predicted_M, "_", markersize=16, label="the law")
     axes.set(xlabel="parameters", ylabel="loss (nats)")
+    drawing.plain(axes.yaxis)
     drawing.label(axes)
     gaps = ", ".join(f"{n} {gap:+.1%}" for n, gap in zip(names, gap_M, strict=True))
-    lines = (
+    remarks = (
         f"The law is {law.a:.4g} / N^{law.alpha:.3f} + {law.b:.4g} / T^{law.beta:.2f} "
-        f"+ {law.e:.2f}. {_provenance(fitted, within)} Above it (+) or below it (-): "
-        f"{gaps}."
+        f"+ {law.e:.2f}. {_provenance(fitted, within)}"
+    )
+    lines = f"{remarks} Above it (+) or below it (-): {gaps}."
+    columns = zip(
+        names, parameters_M, tokens_M, loss_M, predicted_M, gap_M, strict=True
+    )
+    table = report.Table(
+        ("model", "parameters", "tokens", "loss", "the law", "gap"),
+        [
+            (name, f"{n:.3g}", f"{t:.3g}", f"{loss:.3f}", f"{said:.3f}", f"{gap:+.1%}")
+            for name, n, t, loss, said, gap in columns
+        ],
     )
     reading = "A dot above its dash is a model that does worse than its size promises."
     numbers = law._asdict() | {
@@ -212,7 +231,9 @@ def section(
         "intervals of 95%": within,
     }
     figures = [report.Figure("scaling-law", figure, reading)]
-    return report.Section("Scaling law", lines, figures, numbers)
+    return report.Section(
+        "Scaling law", lines, figures, numbers, tables=[table], remarks=remarks
+    )
 
 
 def _provenance(fitted, within):

@@ -1,7 +1,10 @@
-"""Where the curves of a training turn: loss, singular entropy and anisotropy.
+"""How a model saturates along its training, and where its curves turn.
 
 A curve turns where it is lowest. Godey et al. see the loss of small models turn late in
 training, and the singular entropy and the anisotropy (saturation.py) rise with it.
+Beside these three stand, of the last layer's states, the dimensions that are outliers
+and the effective rank, and the effective rank of the output table: the number of
+directions that hold 99.9% of the sum of squares (rank.py).
 
 Axes: M checkpoints, W of them near the turn, B refits, G candidates for the knot, N
 positions of a text.
@@ -10,33 +13,64 @@ positions of a text.
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import matplotlib.ticker
 import numpy as np
 
 from softbottle import drawing
 from softbottle.analysis import report
-from softbottle.analysis.capture import Capture, Checkpoint, present, real
-from softbottle.analysis.instruments import saturation
+from softbottle.analysis.capture import Capture, Checkpoint, Missing, present, real
+from softbottle.analysis.instruments import rank, saturation
 from softbottle.analysis.settings import Settings
 
 ABOUT = report.About(
-    "Loss, singular entropy and anisotropy at the checkpoints of a training, and the "
-    "step at which each stops falling.",
+    "Loss, singular entropy, anisotropy, outlier dimensions and effective ranks at the "
+    "checkpoints of a training, and the step at which the first three stop falling.",
     "Where the loss turns up together with the other two, the output layer saturates: "
     "a longer training of this width will not help, a wider one or another head may.",
+    "Saturation along a training",
 )
 DRAWS = 400  # of a bootstrap
 CANDIDATES = 101  # turning points that are tried
+_SHOWN = 12  # checkpoints in the table; the numbers have all
+_QUANTITIES = {
+    "loss": "loss_M",
+    "singular entropy": "entropy_M",
+    "anisotropy": "anisotropy_M",
+    "outlier dimensions": "outliers_M",
+    "effective rank of the states": "states_rank_M",
+    "effective rank of the table": "table_rank_M",
+}
+_NAMED = ("loss", "singular entropy", "anisotropy")  # whose turns are looked for
+_COUNTS = ("outliers_M", "states_rank_M", "table_rank_M")
 _SMOOTH = 2  # points on either side that are averaged
 _LEAST = 9  # points of a curve, and of the stretch that is fitted
 
 
+_NONE = np.zeros(0)
+
+
 class Curves(NamedTuple):
-    """What the checkpoints of a run measure, in the order of their steps."""
+    """What the checkpoints of a run measure, in the order of their steps.
+
+    Attributes:
+        step_M: the steps.
+        loss_M: in nats per token.
+        entropy_M: singular entropy of the table.
+        anisotropy_M: of the last layer's states.
+        outliers_M: dimensions of those states that are outliers.
+        states_rank_M: effective rank of the states.
+        table_rank_M: effective rank of the table.
+        missing: checkpoints that could not be read, with the reason.
+    """
 
     step_M: np.ndarray
     loss_M: np.ndarray
     entropy_M: np.ndarray
     anisotropy_M: np.ndarray
+    outliers_M: np.ndarray = _NONE
+    states_rank_M: np.ndarray = _NONE
+    table_rank_M: np.ndarray = _NONE
+    missing: Sequence[str] = ()
 
 
 class Turn(NamedTuple):
@@ -56,26 +90,34 @@ class Turn(NamedTuple):
     draws: np.ndarray
 
 
-def measure(checkpoints: Iterable[Checkpoint]) -> Curves:
-    """Loss, singular entropy and anisotropy of checkpoints.
+def measure(checkpoints: Iterable[Checkpoint | Missing]) -> Curves:
+    """What there is to see of each checkpoint.
 
     An iterable is enough, so that one checkpoint is held at a time.
 
     Raises:
-        ValueError: if the steps do not rise.
+        ValueError: if the steps do not rise, or there is no checkpoint.
     """
-    rows = [
-        (
-            step,
-            loss,
-            saturation.head(table_VE).entropy,
-            saturation.anisotropy(states_ND),
-        )
-        for step, table_VE, states_ND, loss in checkpoints
-    ]
-    curves = Curves(*np.array(rows, np.float64).reshape(-1, 4).T)
+    rows, missing = [], []
+    for checkpoint in checkpoints:
+        if isinstance(checkpoint, Missing):
+            missing.append(f"{checkpoint.name}: {checkpoint.reason}")
+        else:
+            rows.append(_measured(*checkpoint))
+    measured = np.array(rows, np.float64).reshape(-1, 7).T
+    curves = Curves(*measured)._replace(missing=missing)
     _check_curve(curves.step_M, curves.loss_M, least=1)
     return curves
+
+
+def _measured(step, table_VE, states_ND, loss):
+    head, last = saturation.head(table_VE), saturation.layers([states_ND])
+    sigma = np.linalg.svd(real("states", states_ND), compute_uv=False)
+    return (
+        *(step, loss, head.entropy, last.anisotropy_L[0], last.outliers_L[0]),
+        rank.effective(sigma, rank.LOSSES[0]),
+        rank.effective(head.sigma, rank.LOSSES[0]),
+    )
 
 
 def turn(step_M: np.ndarray, value_M: np.ndarray, seed: int = 0) -> Turn:
@@ -126,41 +168,118 @@ def lag(later: Turn, earlier: Turn) -> tuple[float, tuple[float, float]]:
 
 def section(runs: dict[str, Curves]) -> report.Section:
     """Runs over their checkpoints: where their curves turn, and in which order."""
-    figure = drawing.Figure(figsize=(11, 3.6 * len(runs)))
-    grid, lines, numbers = figure.subplots(len(runs), 3, squeeze=False), [], {}
-    drawn = False
-    for row, (name, curves) in zip(grid, runs.items(), strict=True):
-        turns = turning(curves)
-        for axes, (quantity, value_M) in zip(row, _named(curves).items(), strict=True):
-            axes.plot(curves.step_M, value_M, marker=".")
-            axes.set_xscale("symlog", linthresh=1)  # there may be a step 0
-            axes.set(xlabel="step", title=f"{name}: {quantity}")
-            if quantity in turns and turns[quantity].turned:
-                axes.axvline(turns[quantity].step, color=drawing.GRAY, linestyle=":")
-                axes.axvspan(*turns[quantity].interval, color=drawing.GRAY, alpha=0.2)
-                drawn = True
-        lines.append(f"{name}: {_sentence(curves, turns)}")
-        numbers[name] = curves._asdict() | {"lags": _lags(turns)}
-        for quantity, at in turns.items():
+    turns = {name: turning(curves) for name, curves in runs.items()}
+    lines = [
+        f"{name}: {_sentence(curves, turns[name])}" for name, curves in runs.items()
+    ]
+    lines += [
+        f"{name}, not read: {why}." for name in runs for why in runs[name].missing
+    ]
+    numbers = {}
+    for name, curves in runs.items():
+        numbers[name] = curves._asdict() | {"lags": _lags(turns[name])}
+        for quantity, at in turns[name].items():
             numbers[name][f"turn of the {quantity}"] = at._asdict() | {"draws": None}
-    reading = "What each checkpoint of the series measures, by its step."
-    if drawn:
-        reading = (
-            "Dotted: where a curve stops falling; shaded: where 95% of refits put it."
-        )
-    figures = [report.Figure("saturation-steps", figure, reading)]
-    return report.Section("Saturation in training", " ".join(lines), figures, numbers)
-
-
-def inspect(captures: Sequence[Capture], settings: Settings) -> report.Section:
-    """The section on some runs that kept a series of checkpoints."""
-    del settings
-    return section(
-        {
-            capture.name: measure(present("series", capture.series))
-            for capture in captures
-        }
+    figures = [
+        _draw(quantity, field, runs, {name: turns[name].get(quantity) for name in runs})
+        for quantity, field in _QUANTITIES.items()
+        if any(len(getattr(curves, field)) > 1 for curves in runs.values())
+    ]
+    shown = max(4, _SHOWN // len(runs))
+    points = report.Table(
+        ("model", "step", *_QUANTITIES),
+        [row for name, curves in runs.items() for row in _rows(name, curves, shown)],
     )
+    return report.Section(
+        "Saturation in training",
+        " ".join(lines),
+        figures,
+        numbers,
+        tables=[_turns(runs, turns), points],
+        remarks=" ".join(lines[len(runs) :]),
+        verdicts=_verdicts(turns),
+    )
+
+
+def _turns(runs, turns):
+    """Where each curve of each run turns."""
+    rows = []
+    for name, curves in runs.items():
+        few = f"{len(curves.step_M)} checkpoints are too few"
+        found = [turns[name].get(quantity) for quantity in _named(curves)]
+        rows.append((name, *(few if at is None else _at(at) for at in found)))
+    return report.Table(("model", *(f"{name} is lowest" for name in _NAMED)), rows)
+
+
+def _at(turn):
+    if not turn.turned:
+        return "no turn"
+    low, high = turn.interval
+    return f"at step {turn.step:,.0f} ({low:,.0f} to {high:,.0f})"
+
+
+def _draw(quantity, field, runs, turns):
+    """One quantity of all runs by step, with the turns that were found."""
+    figure = drawing.Figure(figsize=saturation.PANEL)
+    axes = figure.subplots()
+    drawn = False
+    for name, curves in runs.items():
+        value_M = getattr(curves, field)
+        if not len(value_M):
+            continue
+        label = name if len(runs) > 1 else None
+        (line,) = axes.plot(curves.step_M, value_M, marker=".", label=label)
+        at = turns[name]
+        if at is not None and at.turned:
+            axes.axvline(at.step, color=line.get_color(), linestyle=":")
+            axes.axvspan(*at.interval, color=line.get_color(), alpha=0.12)
+            drawn = True
+    axes.set_xscale("symlog", linthresh=1)  # there may be a step 0
+    axes.set(xlabel="step", title=quantity)
+    if field in _COUNTS:
+        axes.yaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
+    if field == "outliers_M":
+        axes.set_ylim(-0.05, max(1.0, axes.get_ylim()[1]))
+    if len(runs) > 1:
+        drawing.label(axes)
+    reading = f"{quantity[0].upper()}{quantity[1:]} by step."
+    if drawn:
+        reading += " Dotted: where it stops falling; shaded: where 95% of refits do."
+    return report.Figure(f"training-{quantity.replace(' ', '-')}", figure, reading)
+
+
+def _rows(name, curves, most):
+    """The checkpoints of a run for a table: all, or `most` of them evenly."""
+    count = len(curves.step_M)
+    chosen = np.unique(np.linspace(0, count - 1, min(count, most)).astype(int))
+    for at in chosen:
+        cells = [name, f"{curves.step_M[at]:,.0f}"]
+        for field in _QUANTITIES.values():
+            value_M = getattr(curves, field)
+            shown = "{:,.0f}" if field in _COUNTS else "{:.3f}"
+            cells.append(shown.format(value_M[at]) if len(value_M) else "–")
+        yield cells
+
+
+def _verdicts(turns):
+    """Of each run whose loss turns, that it does, and what turns with it."""
+    verdicts = {}
+    for name, found in turns.items():
+        turned = [quantity for quantity, at in found.items() if at.turned]
+        if "loss" in turned:
+            turned.remove("loss")
+            others = f", as its {' and '.join(turned)} do" if turned else ""
+            at = f"{found['loss'].step:,.0f}"
+            verdicts[name] = (
+                f"its loss is lowest at step {at} and rises after it{others}"
+            )
+    return verdicts
+
+
+def of_capture(capture: Capture, settings: Settings) -> Curves:
+    """`measure` on the series of checkpoints that a capture has."""
+    del settings
+    return measure(present("series", capture.series))
 
 
 def turning(curves: Curves) -> dict[str, Turn]:
@@ -177,8 +296,7 @@ def turning(curves: Curves) -> dict[str, Turn]:
 
 
 def _named(curves):
-    names = ("loss", "singular entropy", "anisotropy")
-    return dict(zip(names, curves[1:], strict=True))
+    return dict(zip(_NAMED, curves[1:4], strict=True))
 
 
 def _sentence(curves, turns):

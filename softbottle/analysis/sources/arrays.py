@@ -108,7 +108,12 @@ def _capture(name, arrays):
             "it needs hidden and table, or logits and values, or parameters, tokens "
             f"and loss; it has {sorted(arrays)}."
         )
-    return dataclasses.replace(bare, attention_rows=rows, models=models)
+    shapes = ", ".join(
+        f"{key} {list(array.shape)}" for key, array in sorted(arrays.items())
+    )
+    return dataclasses.replace(
+        bare, attention_rows=rows, models=models, facts=(f"Arrays: {shapes}.",)
+    )
 
 
 def _check_members(file, length):

@@ -7,6 +7,7 @@ are g(z) = cap tanh(z / cap). What else a model does to its logits is refused.
 Axes: L layers, H attention heads.
 """
 
+import dataclasses
 import pathlib
 from typing import Any, NamedTuple
 
@@ -22,19 +23,23 @@ _ALIKE = 1e-3  # of the largest logit, that the head may miss the model's own by
 _PROBE = 32  # tokens on which the head is found out
 
 
-def from_hf(name: pathlib.Path | str, reading: Reading) -> Capture:
+def from_hf(
+    name: pathlib.Path | str, reading: Reading, revision: str | None = None
+) -> Capture:
     """What a causal language model in the format of `transformers` holds.
 
     Args:
         name: a folder, or else the name of a model on the hub, which is downloaded.
         reading: how a text is read.
+        revision: of a model on the hub, a branch, tag or commit; of a folder, the
+            subfolder that holds the checkpoint. None for the model itself.
 
     Raises:
         ValueError: if a folder holds no model, transformers cannot read it, its head is
             none that can be measured, or the text is too short or cannot be encoded.
         ImportError: if PyTorch or transformers is missing.
     """
-    return _read(load_hf(name, attention=True), reading)
+    return _read(load_hf(name, attention=True, revision=revision), reading)
 
 
 def from_gguf(path: pathlib.Path | str, reading: Reading) -> Capture:
@@ -68,7 +73,10 @@ def _read(pretrained, reading):
         _check_change(pretrained.name, change, passed)
         return _trace(passed)
 
-    return capture(made, ids, pretrained.front(ids), trace, reading)
+    found = capture(made, ids, pretrained.front(ids), trace, reading)
+    module = pretrained.module
+    count = sum(parameter.numel() for parameter in module.parameters())
+    return dataclasses.replace(found, parameters=count, family=type(module).__name__)
 
 
 class _Change(NamedTuple):

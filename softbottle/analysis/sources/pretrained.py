@@ -92,25 +92,35 @@ class Pretrained(NamedTuple):
         return _front(self.tokenizer, self.bos, ids)
 
 
-def load_hf(name: pathlib.Path | str, attention: bool = False) -> Pretrained:
+def load_hf(
+    name: pathlib.Path | str, attention: bool = False, revision: str | None = None
+) -> Pretrained:
     """A causal language model in the format of `transformers`.
 
     Args:
         name: a folder, or else the name of a model on the hub, which is downloaded.
         attention: whether its attention weights will be looked at, which is slower.
+        revision: of a model on the hub, a branch, tag or commit; of a folder, the
+            subfolder that holds the checkpoint. None for the model itself.
 
     Raises:
         ValueError: if a folder holds no model, or transformers cannot read it.
         ImportError: if PyTorch or transformers is missing.
     """
     folder = pathlib.Path(name)
-    if folder.is_dir() and not (folder / "config.json").exists():
-        raise ValueError(f"{name} holds no model: there is no config.json in it.")
-    where = {
-        "pretrained_model_name_or_path": str(name),
+    where: dict[str, Any] = {}
+    shown = folder.name if revision is None else f"{folder.name}@{revision}"
+    if folder.is_dir():
+        folder = folder / (revision or "")
+        if not (folder / "config.json").exists():
+            raise ValueError(f"{folder} holds no model: there is no config.json in it.")
+    elif revision is not None:
+        where["revision"] = revision
+    where |= {
+        "pretrained_model_name_or_path": str(folder),
         "local_files_only": folder.is_dir(),
     }
-    return _load(_Source(folder.name, where), attention, use_safetensors=True)
+    return _load(_Source(shown, where), attention, use_safetensors=True)
 
 
 def load_gguf(path: pathlib.Path | str, attention: bool = False) -> Pretrained:

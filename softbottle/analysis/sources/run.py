@@ -34,7 +34,7 @@ from softbottle.analysis.capture import (
 )
 from softbottle.data import batches
 from softbottle.data.vocab import Split
-from softbottle.model import Params
+from softbottle.model import Params, count_parameters
 from softbottle.ops.mixture import classes
 from softbottle.training import checkpoint, evaluate, metrics
 from softbottle.training.state import Run, load_corpus, load_run
@@ -89,8 +89,15 @@ def read(
     if "text" in parts:
         train = np.asarray(corpus.train)
         text = Text(train, len(corpus.vocab), _DIMENSIONS, "text of {}")
+    found = capture(workdir.resolve().name, run, ids, parts, reader)
+    fact = (
+        f"Text: {split} text of {run.config.data.name}, "
+        f"{len(corpus.splits[split]):,} tokens. Read: the first {len(ids) - 1:,}, in "
+        f"{run.config.data.eval_rows} rows."
+    )
     return dataclasses.replace(
-        capture(workdir.resolve().name, run, ids, parts, reader),
+        found,
+        facts=(*found.facts, fact),
         text=text,
         validations=lines if curves.validations(lines) else None,
         series=series if "series" in parts and steps(workdir) else None,
@@ -137,6 +144,10 @@ def capture(
         trials=_trials(*table_VE.shape) if run.model.head.is_linear else None,
         states=inner.states or None,
         logits_LWHS=inner.logits_LWHS,
+        parameters=count_parameters(run.params, len(table_VE)),
+        trained=run.step * run.config.data.rows * run.config.data.length,
+        family=f"{run.config.head.name} on {run.config.model.backbone}",
+        facts=_facts(name, run, table_VE.shape),
     )
 
 
@@ -240,6 +251,14 @@ class Series:
             last_ND = self.reader(params, ids).states[-1]
             loss = score(params, ids, 1, length).loss
             yield Checkpoint(step, table_VE, last_ND, loss)
+
+
+def _facts(name, run, shape):
+    size, width = shape
+    return (
+        f"Model: {name}, {run.model.head!r} on {run.config.model.backbone}, width "
+        f"{width:,}, {size:,} words, the best of its validations (step {run.step:,}).",
+    )
 
 
 def _tokens(run, ids):

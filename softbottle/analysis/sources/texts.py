@@ -73,7 +73,11 @@ def captures(paths: Sequence[pathlib.Path | str], vocab: int = 10_000) -> list[C
     texts = {name: words(path) for name, path in zip(names, paths, strict=True)}
     length = min(map(len, texts.values()))
     return [
-        Capture(name, text=Text(frequent(ids[:length], vocab), vocab, _DIMENSIONS))
+        Capture(
+            name,
+            text=Text(frequent(ids[:length], vocab), vocab, _DIMENSIONS),
+            facts=(f"Words: {len(ids):,}, of which the first {length:,} are read.",),
+        )
         for name, ids in texts.items()
     ]
 

@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 
 from softbottle.analysis import report
-from softbottle.analysis.instruments import factors, mixture, predictions, rank
+from softbottle.analysis.instruments import (
+    factors,
+    mixture,
+    predictions,
+    rank,
+    rank_section,
+)
 from softbottle.analysis.sources import run as source
 from softbottle.training import evaluate
 from tests import tiny
@@ -223,8 +229,8 @@ def test_in_float64_a_softmax_stops_at_its_bound_by_both_tolerances(measured):
 
 
 def test_the_section_is_a_page_with_each_head_on_it(measured, tmp_path):
-    section = rank.section(measured)
+    section = rank_section.section(measured)
     assert f"softmax: rank {WIDTH + 2} of at most {WORDS}" in section.reading
     assert [one.name for one in section.figures] == ["rank-spectrum", "rank-components"]
     report.write(tmp_path, "Runs", [section])
-    assert len(rank.section({"softmax": measured["softmax"]}).figures) == 1
+    assert len(rank_section.section({"softmax": measured["softmax"]}).figures) == 1

@@ -110,6 +110,11 @@ def test_curves_measure_each_checkpoint_and_their_section_tells_the_order(tmp_pa
     assert (found.step_M[7], found.loss_M[7]) == (step, loss)
     assert found.entropy_M[7] == saturation.head(table_VE).entropy
     assert found.anisotropy_M[7] == saturation.anisotropy(states_ND)
+    deviation_ND = abs(states_ND - states_ND.mean()) / states_ND.std()
+    assert found.outliers_M[7] == (deviation_ND.max(axis=0) > 6).sum()
+    for matrix, field in ((states_ND, "states_rank_M"), (table_VE, "table_rank_M")):
+        share = np.cumsum(np.linalg.svd(matrix)[1] ** 2) / np.square(matrix).sum()
+        assert getattr(found, field)[7] == 1 + np.argmax(share >= 0.999)
     short = turns.Curves(*(one[:4] for one in found))
     section = turns.section({"long": found, "short": short})
     assert "long: the loss" in section.reading
@@ -119,4 +124,24 @@ def test_curves_measure_each_checkpoint_and_their_section_tells_the_order(tmp_pa
     assert set(lags) == {"loss after singular entropy", "loss after anisotropy"}
     assert all(100 < steps < 300 for steps, _ in lags.values())
     assert section.numbers["short"]["lags"] == {}
+    assert len(section.figures) == 6 and len(section.verdicts) == 1
+    assert "as its singular entropy and anisotropy do" in section.verdicts["long"]
     report.write(tmp_path, "Runs", [section])
+
+
+def test_outliers_and_ranks_of_a_state_that_collapses():
+    """One dimension grows until it is an outlier and nearly all that there is."""
+    states_ND = random_states(400, 64)
+    points = []
+    for step, size in enumerate((0, 10, 500)):
+        moved_ND = states_ND.copy()
+        moved_ND[:, 3] += size
+        points.append((step, states_ND[:20], moved_ND, 3.0))
+    found = turns.measure(points)
+    assert found.outliers_M.tolist() == [0, 1, 1]
+    assert found.states_rank_M[0] > 60 and found.states_rank_M[2] == 1
+    assert found.table_rank_M[0] == found.table_rank_M[2] > 15
+    section = turns.section({"a": found})
+    (_, points) = section.tables
+    assert [row[1] for row in points.rows] == ["0", "1", "2"]
+    assert [row[5] for row in points.rows] == ["0", "1", "1"]

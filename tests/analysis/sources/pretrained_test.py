@@ -267,7 +267,10 @@ def test_the_command_says_what_was_read_and_what_was_left_out(tmp_path):
         assert "Beginning of sequence: the tokenizer adds " in where
         assert "skipped: tiny: the model has no attention." in where
     numbers = json.loads((tmp_path / "out" / "report.json").read_text())
-    assert set(numbers) == {"header", "Rank", "attention"}
+    assert set(numbers) == {"header", "models", "Rank", "attention"}
+    assert numbers["models"]["tiny"]["verdict"] == (
+        f"uses {DIM + 1} of {DIM + 1} dimensions: at its bottleneck."
+    )
     assert any("in 2 windows of 16" in line for line in numbers["header"])
 
 
