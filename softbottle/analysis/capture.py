@@ -169,6 +169,8 @@ class Capture:
         parameters: how many the model has.
         trained: tokens that it was trained on.
         family: what models of other sizes have in common with it, such as its class.
+        words: of the vocabulary, in the order of the table's rows; None if they are
+            not known.
         facts: sentences on what was read, and how.
         absent: by field, why this source could not fill it.
     """
@@ -194,6 +196,7 @@ class Capture:
     parameters: int | None = None
     trained: int | None = None
     family: str = ""
+    words: Sequence[str] | None = None
     facts: tuple[str, ...] = ()
     absent: Mapping[str, str] = dataclasses.field(default_factory=dict)
 

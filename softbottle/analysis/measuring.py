@@ -174,10 +174,8 @@ class _Found(NamedTuple):
 
 def _measure(table, source, label, names, settings):
     """Read a source and let the instruments measure it; nothing else stays of it."""
-    chosen = {*names, *(table[name].after for name in names)}
-    lines = {name: line for name, line in table.items() if name in chosen}
-    fields = {field for line in lines.values() for field in (*line.needs, *line.uses)}
-    capture = source.read(label, fields)
+    lines = _chosen(table, names)
+    capture = source.read(label, fields(table, names))
     found = _Found(shape_of(capture), capture.facts, {}, {}, [])
     # Other checkpoints are read last, when the arrays of this one are let go.
     for name, line in sorted(lines.items(), key=lambda item: _SERIES in item[1].needs):
@@ -231,6 +229,18 @@ def _own(section, label, place, count):
 def reason_of(error: BaseException) -> str:
     """What was refused, in one line."""
     return " ".join(str(error).split()) or type(error).__name__
+
+
+def fields(table: Mapping[str, Instrument], names: Sequence[str]) -> set[str]:
+    """Fields of `Capture` that some instruments look at."""
+    lines = _chosen(table, names).values()
+    return {field for line in lines for field in (*line.needs, *line.uses)}
+
+
+def _chosen(table, names):
+    """Lines of the table, with those that others come after, in its order."""
+    chosen = {*names, *(table[name].after for name in names)}
+    return {name: line for name, line in table.items() if name in chosen}
 
 
 def shape_of(capture: Capture) -> Shape:

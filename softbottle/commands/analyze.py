@@ -6,6 +6,7 @@ r"""See the bottleneck in trained models, in arrays from anywhere, or in bare te
     softbottle analyze --text german --text french --order 3 --out report
     softbottle analyze --hf small --hf large@step64,step512 --gguf other.gguf \
         --workdir runs/text --text book.txt --out report
+    softbottle analyze --compare --workdir runs/mos --workdir runs/softmax --out report
 
 Models stand side by side in one report, and one that cannot be read is named in it.
 Writes report.html (one file, made to be looked at), report.json and a PNG per figure.
@@ -16,7 +17,7 @@ import shlex
 import sys
 from typing import cast
 
-from softbottle.analysis import inspection, overview, report
+from softbottle.analysis import inspection, overview, pair, report
 from softbottle.analysis.instruments import rank
 from softbottle.analysis.settings import Precision, Settings
 from softbottle.analysis.sources import opening
@@ -24,7 +25,9 @@ from softbottle.analysis.sources.reading import Reading
 from softbottle.cli import program
 from softbottle.cli.program import app, flags
 
-WORKDIRS = flags.DEFINE_multi_string("workdir", [], "A run; give several to compare.")
+WORKDIRS = flags.DEFINE_multi_string(
+    "workdir", [], "A run; several stand side by side."
+)
 ARRAYS = flags.DEFINE_multi_string(
     "arrays",
     [],
@@ -46,6 +49,12 @@ TEXTS = flags.DEFINE_multi_string(
     [],
     "What a pretrained model reads: text, or ids in a .npy file. Without a model: "
     "files or folders whose n-grams are compared.",
+)
+COMPARE = flags.DEFINE_bool(
+    "compare",
+    False,
+    "How the predictions of two models differ (--workdir, --hf or --gguf): both read "
+    "--text, or two runs their --split. Other sections: --instruments.",
 )
 OUT = flags.DEFINE_string("out", None, "Where the report goes.", required=True)
 INSTRUMENTS = flags.DEFINE_list(
@@ -91,7 +100,10 @@ def main() -> None:
         inspection.check(asked)
     precision = cast(Precision, PRECISION.value)
     settings = Settings(ORDER.value, DIMENSIONS.value, precision)
-    made = inspection.inspect(_sources(), asked, settings)
+    if COMPARE.value:
+        made = pair.inspect(_pair(), asked or (), settings)
+    else:
+        made = inspection.inspect(_sources(), asked, settings)
     command = shlex.join(["softbottle", "analyze", *sys.argv[1:]])
     header = overview.header(made, command, bool(HF.value or GGUF.value))
     screen = overview.opening(made)
@@ -115,10 +127,29 @@ def _sources():
         raise app.UsageError("pretrained models need one --text to read")
     sources = opening.runs(WORKDIRS.value, SPLIT.value, POSITIONS.value)
     if pretrained:
-        text = TEXTS.value[0]
-        reading = Reading(text, POSITIONS.value, WINDOW.value, FROZEN.value)
-        sources += opening.hub(HF.value, reading)
-        sources += opening.gguf(GGUF.value, reading)
+        sources += opening.hub(HF.value, _reading())
+        sources += opening.gguf(GGUF.value, _reading())
     elif TEXTS.value:
         sources += opening.bare_texts(TEXTS.value)
     return sources + opening.files(ARRAYS.value)
+
+
+def _pair():
+    """Two models that read the same tokens."""
+    revisions = [each for name in HF.value for each in opening.revisions(name)]
+    count = len(WORKDIRS.value) + len(revisions) + len(GGUF.value)
+    if count != 2 or ARRAYS.value:
+        raise app.UsageError("--compare takes two of --workdir, --hf and --gguf")
+    if len(TEXTS.value) > 1 or not (TEXTS.value or len(WORKDIRS.value) == 2):
+        raise app.UsageError("--compare takes one --text, which both models read")
+    text = TEXTS.value[0] if TEXTS.value else None
+    read = SPLIT.value, POSITIONS.value, text
+    sources = opening.runs(WORKDIRS.value, *read, in_order=True)
+    if text is not None:
+        sources += opening.checkpoints(HF.value, _reading())
+        sources += opening.gguf(GGUF.value, _reading())
+    return sources
+
+
+def _reading():
+    return Reading(TEXTS.value[0], POSITIONS.value, WINDOW.value, FROZEN.value)

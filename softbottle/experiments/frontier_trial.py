@@ -14,13 +14,12 @@ import numpy as np
 from softbottle import config as config_lib
 from softbottle import files, sharding
 from softbottle import model as model_lib
-from softbottle.data import batches, lines
+from softbottle.data import batches, frequency, lines
 from softbottle.experiments import processes
 from softbottle.training import loop, metrics, optim
 from softbottle.training import step as step_lib
 from softbottle.training.state import Run
 
-DECILES = 10
 _OUTCOME = "outcome.json"
 
 
@@ -64,26 +63,6 @@ def outcome(folder: pathlib.Path) -> dict[str, Any] | None:
     return json.loads(path.read_text()) if path.exists() else None
 
 
-def deciles(train: np.ndarray, vocab: int) -> np.ndarray:
-    """The decile of each word, [V]: 0 has the most frequent words of the text.
-
-    Words are sorted by frequency and cut so that each decile has a tenth of the tokens,
-    as nearly as whole words allow. A word belongs where the middle of its tokens lies.
-    """
-    return deciles_by_count(np.bincount(train, minlength=vocab))
-
-
-def deciles_by_count(count_V: np.ndarray) -> np.ndarray:
-    """The same, of how often the text has each word."""
-    order_V = np.argsort(-count_V, kind="stable")
-    sorted_V = count_V[order_V]
-    middle_V = (np.cumsum(sorted_V) - sorted_V / 2) / sorted_V.sum()
-    decile_V = np.empty(len(count_V), np.int32)
-    decile_V[order_V] = np.minimum(DECILES * middle_V, DECILES - 1).astype(np.int32)
-    # Words that the text does not have are the rarest.
-    return np.where(count_V > 0, decile_V, DECILES - 1)
-
-
 def loss_by_decile(
     run: Run, ids: np.ndarray, rows: int, decile_V: np.ndarray
 ) -> list[dict[str, Any]]:
@@ -101,24 +80,24 @@ def loss_by_decile(
         # Padding may hold no word, and its loss is 0.
         label_BS = jnp.where(batch.weights_BS != 0, batch.labels_BS, 0)
         group_BS = jnp.asarray(decile_V)[label_BS]
-        sums = jax.ops.segment_sum(nll_BS.ravel(), group_BS.ravel(), DECILES)
+        sums = jax.ops.segment_sum(nll_BS.ravel(), group_BS.ravel(), frequency.DECILES)
         return sums, carry
 
     empty = carry = model.initial_carry(rows)
-    total, count = np.zeros(DECILES), np.zeros(DECILES, np.int64)
+    total, count = np.zeros(frequency.DECILES), np.zeros(frequency.DECILES, np.int64)
     for batch in (cut or batches.evaluation)(ids, rows, data.eval_length):
         sums, carry = score(run.params, batch, empty if cut else carry)
         total += np.asarray(sums, np.float64)
         predicted = batch.labels_BS[batch.weights_BS > 0]
-        count += np.bincount(decile_V[predicted], minlength=DECILES)
-    words = np.bincount(decile_V, minlength=DECILES)
+        count += np.bincount(decile_V[predicted], minlength=frequency.DECILES)
+    words = np.bincount(decile_V, minlength=frequency.DECILES)
     return [
         {
             "words": int(words[decile]),
             "tokens": int(count[decile]),
             "loss": float(total[decile] / count[decile]) if count[decile] else None,
         }
-        for decile in range(DECILES)
+        for decile in range(frequency.DECILES)
     ]
 
 
@@ -141,7 +120,7 @@ def _measure(ended: loop.Ended) -> dict[str, Any]:
     began = time.monotonic()
     # First, before this function adds to the memory.
     measured, data = measure(ended), ended.run.config.data
-    decile_V = deciles(ended.corpus.train, len(ended.corpus.vocab))
+    decile_V = frequency.deciles(ended.corpus.train, len(ended.corpus.vocab))
     by_decile = loss_by_decile(ended.run, ended.corpus.test, data.test_rows, decile_V)
     tokens = sum(decile["tokens"] for decile in by_decile)
     test_loss = sum(row["tokens"] * (row["loss"] or 0.0) for row in by_decile) / tokens
@@ -158,14 +137,12 @@ def measure(ended: loop.Ended) -> dict[str, Any]:
     """What a run's device and its metrics tell: time, memory and validations."""
     device, recorded = jax.local_devices()[0], metrics.read(ended.workdir)
     memory = device.memory_stats() or {}
-    step_ms = statistics.median(
-        line["step_ms"] for line in recorded if line.get("step_ms") is not None
-    )
+    median = step_ms(recorded)
     valid = [line for line in recorded if line.get("valid_loss") is not None]
     valid_loss = min(line["valid_loss"] for line in valid)
     return {
-        "seconds": round(ended.summary["steps"] * step_ms / 1e3, 3),
-        "step_ms": step_ms,
+        "seconds": round(ended.summary["steps"] * median / 1e3, 3),
+        "step_ms": median,
         "peak_bytes": memory.get("peak_bytes_in_use"),
         "valid_loss": valid_loss,
         "valid_perplexity": metrics.perplexity(valid_loss),
@@ -173,3 +150,18 @@ def measure(ended: loop.Ended) -> dict[str, Any]:
         "device": device.device_kind,
         "jax": jax.__version__,
     }
+
+
+def step_ms(recorded: list[dict[str, Any]]) -> float:
+    """The median time of a step, in ms, of a run's metrics.
+
+    Raises:
+        ValueError: if none was reported.
+    """
+    times = [line["step_ms"] for line in recorded if line.get("step_ms") is not None]
+    if not times:
+        raise ValueError(
+            "the run reported no time per step: train.log_every is larger than the "
+            "number of its steps."
+        )
+    return statistics.median(times)

@@ -11,11 +11,9 @@ import jax
 from softbottle import config as config_lib
 from softbottle import files
 from softbottle.analysis import curves
-from softbottle.analysis.instruments import rank
-from softbottle.analysis.sources import run as run_source
 from softbottle.bench import race, worker
 from softbottle.data import lines
-from softbottle.experiments import frontier_trial, processes
+from softbottle.experiments import frontier_trial, processes, trial
 from softbottle.scoring import dynamic
 from softbottle.training import evaluate, loop, metrics, state
 
@@ -120,16 +118,7 @@ def _cache(task, pointer):
 
 def _rank(task, positions):
     run, corpus = _loaded(task)
-    ids = corpus.test[: positions + 1]
-    head = rank.measure(run_source.capture("run", run, ids, {"tokens"}))
-    return {
-        "rank": head.ranks.ranks[head.ranks.precision],
-        "bound": head.bound,
-        "shape": list(head.ranks.shape),
-        "effective": {f"{loss:g}": k for loss, k in head.ranks.effective.items()},
-        "divergence": head.kl,
-        "step": run.step,
-    }
+    return trial.ranks(run, corpus.test[: positions + 1]) | {"step": run.step}
 
 
 def _time(task, vocab, length):

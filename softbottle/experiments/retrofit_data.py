@@ -22,7 +22,7 @@ import numpy as np
 
 from softbottle.analysis.capture import Capture, Tokens, bias_or_zeros, present
 from softbottle.analysis.instruments import lowrank
-from softbottle.experiments.frontier_trial import deciles_by_count
+from softbottle.data import frequency
 from softbottle.ops.mixture.activations import SOFTMAX
 
 SAMPLE = 65_536  # states whose second moments are taken
@@ -182,7 +182,7 @@ def make(capture: Capture, heldout: Capture | None = None, digest: str = "") -> 
         jnp.asarray(table_VD[order_V] * np.float32(scale)),
         jnp.asarray(np.asarray(bias_or_zeros(capture), np.float32)[order_V]),
         order_V,
-        deciles_by_count(counts_V[order_V]),
+        frequency.deciles_by_count(counts_V[order_V]),
         Rows(train, scale, _fits(train)),
         Rows(valid, scale),
         Rows(test, scale),

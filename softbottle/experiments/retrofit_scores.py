@@ -13,8 +13,8 @@ import numpy as np
 from softbottle import heads
 from softbottle.analysis.capture import enough
 from softbottle.analysis.instruments import rank
+from softbottle.data.frequency import DECILES
 from softbottle.experiments import retrofit_arms, retrofit_data
-from softbottle.experiments.frontier_trial import DECILES
 from softbottle.experiments.retrofit_arms import Start
 from softbottle.experiments.retrofit_data import Problem, Rows
 from softbottle.experiments.retrofit_trial import Training

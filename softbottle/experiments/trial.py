@@ -9,12 +9,16 @@ import warnings
 from typing import Any
 
 import jax
+import numpy as np
 
 from softbottle import config as config_lib
 from softbottle import model as model_lib
 from softbottle.analysis import curves
+from softbottle.analysis.instruments import rank
+from softbottle.analysis.sources import run as run_source
 from softbottle.experiments import ambiguity, truth
 from softbottle.training import loop, metrics
+from softbottle.training.state import Run
 
 # A rival's folder in that of the run, entry of its summary and setting of `train`; and
 # what it is called.
@@ -43,6 +47,27 @@ def run(config: config_lib.Config, workdir: pathlib.Path | str) -> dict[str, Any
         if "same_width_softmax" in rivals and config.data.name == "synthetic":
             print(f"\n{truth.reading(rows)}\n{_next(pathlib.Path(workdir), rivals)}")
     return summary
+
+
+def ranks(run: Run, ids: np.ndarray) -> dict[str, Any]:
+    """The rank of log P along a text, beside the bound of a softmax of that width.
+
+    Args:
+        run: with products in float32.
+        ids: the text.
+
+    Returns:
+        `rank`, `bound`, the `shape` of log P, the `effective` rank by loss, and the
+        `divergence` of two contexts.
+    """
+    head = rank.measure(run_source.capture("run", run, ids, {"tokens"}))
+    return {
+        "rank": head.ranks.ranks[head.ranks.precision],
+        "bound": head.bound,
+        "shape": list(head.ranks.shape),
+        "effective": {f"{loss:g}": k for loss, k in head.ranks.effective.items()},
+        "divergence": head.kl,
+    }
 
 
 def _measure(ended: loop.Ended) -> dict[str, Any] | None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from softbottle import drawing
-from softbottle.analysis import inspection, overview, report
+from softbottle.analysis import inspection, overview, pair, report
 from tests.analysis import models_test
 
 CHROMIUM = next(
@@ -195,6 +195,17 @@ def report_of_models(tmp_path_factory):
     return folder / "report.html"
 
 
+@pytest.fixture(scope="module")
+def report_of_a_pair(tmp_path_factory):
+    """What the command writes of two models that are compared."""
+    made = pair.inspect([models_test.source(name) for name in ("mos", "other/softmax")])
+    folder = tmp_path_factory.mktemp("pair")
+    header = overview.header(made, "softbottle analyze --compare", False)
+    title, opening = overview.title(made), overview.opening(made)
+    report.write(folder, title, made.sections, header, opening)
+    return folder / "report.html"
+
+
 # What is wider than the box it stands in, and would be moved sideways to be seen.
 WIDER = """[...document.querySelectorAll('figure div, .scroll')].filter(one =>
     one.scrollWidth > one.clientWidth + 1).length"""
@@ -212,6 +223,14 @@ def test_figures_and_tables_of_models_are_whole(
         "[...document.images].map(one => one.width / one.naturalWidth * 9 / 72 * 150)"
     )
     assert len(letters) > 5 and min(letters) >= 7
+
+
+@pytest.mark.parametrize("width", [400, DESK])
+def test_two_models_that_are_compared_are_whole(browser, report_of_a_pair, width):
+    browser.open(report_of_a_pair, width)
+    assert browser.evaluate("document.documentElement.scrollWidth") <= width
+    assert browser.evaluate(WIDER) == 0
+    assert browser.evaluate("document.images.length") == 6
 
 
 def test_the_models_and_their_verdicts_are_on_the_first_screen(

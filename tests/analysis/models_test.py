@@ -60,6 +60,11 @@ def test_revisions_of_a_hub_model_are_a_series_and_others_are_models():
         opening.hub(["a/small@step512,stage2-step512"], Reading("text"))
 
 
+def test_revisions_that_are_compared_are_models_of_their_own():
+    sources = opening.checkpoints(["a/small@step1,step512", "b/small"], Reading("text"))
+    assert opening.distinct(sources) == ["small@step1", "small@step512", "small"]
+
+
 @pytest.mark.parametrize(
     "revision, step",
     [

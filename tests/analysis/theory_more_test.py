@@ -10,6 +10,7 @@ import pytest
 from scipy import special
 
 from softbottle.analysis import inspection
+from softbottle.analysis.instruments import divergence_section
 from tests import ROOT
 
 WIDTH, CONTEXTS, WORDS = 3, 61, 59
@@ -195,4 +196,5 @@ def test_every_instrument_s_heading_is_one_of_the_page():
     page = (ROOT / "docs" / "theory.md").read_text()
     headings = set(re.findall(r"^#+ (.*)$", page, re.MULTILINE))
     named = {name: line.about.theory for name, line in inspection.INSTRUMENTS.items()}
+    named["compare"] = divergence_section.ABOUT.theory
     assert set(named.values()) <= headings, named

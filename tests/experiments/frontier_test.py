@@ -13,7 +13,7 @@ from configs import lm1b
 from softbottle import config as configs
 from softbottle import sharding
 from softbottle.data import corpus as corpora
-from softbottle.data import lines
+from softbottle.data import frequency, lines
 from softbottle.drawing import Figure
 from softbottle.experiments import (
     frontier,
@@ -200,7 +200,7 @@ def test_deciles_of_lines_of_their_own_add_up_too():
     config = make_config(data__unit="packed", train__steps=1)
     text = corpora.load(config.data)
     run, cut = tiny.make_run(config, text.vocab), lines.cut(config.data, text.vocab)
-    decile_V = frontier_trial.deciles(text.train, len(text.vocab))
+    decile_V = frequency.deciles(text.train, len(text.vocab))
     rows = frontier_trial.loss_by_decile(run, text.test, 3, decile_V)
     whole = evaluate.make_evaluator(run.model, cut=cut)(run.params, text.test, 3, 17)
     assert sum(row["tokens"] for row in rows) == whole.count
@@ -212,7 +212,7 @@ def test_every_decile_has_a_tenth_of_the_tokens():
     # Of 1,000 tokens word 3 has 100, words 0 to 2 have 50 each, 150 words have 5.
     counts = [50, 50, 50, 100, *150 * [5], 0]
     ids = [word for word, count in enumerate(counts) for _ in range(count)]
-    decile_V = frontier_trial.deciles(np.array(ids), len(counts))
+    decile_V = frequency.deciles(np.array(ids), len(counts))
     assert decile_V[3] == 0 and list(decile_V[:3]) == [1, 1, 2]
     assert decile_V[-1] == 9
     for decile in (0, *range(3, 10)):

@@ -26,6 +26,8 @@ COMMANDS = {
     "no folder": ("export.py",),
     "shown": ("evaluate.py", "--traceback"),
     "value": ("train.py", "--config", QUICKSTART, "--config.optim.name=sgdd"),
+    "swept": ("sweep.py", "--config", QUICKSTART, "--components=1", "--widths=4"),
+    "pair": ("analyze.py", "--compare", "--out=report"),
 }
 
 
@@ -51,6 +53,8 @@ def refused(answer):
 
 
 REASONS = {
+    "swept": "--components is swept alone, not with --widths",
+    "pair": "--compare takes two of --workdir, --hf and --gguf",
     "seed": "seed must be below 2**32, got 1180591620717411303424",
     "nan": "optim.clip must be finite, got nan",
     "config": "configs/nothing.py",

@@ -15,18 +15,18 @@ as a mean over all heads, and in full (`attention.limits`) for the heads of the 
 layer on the first stretch.
 
 Axes: L layers, W stretches, H heads, S tokens of a stretch, N = W S; R rows, one per
-head.
+head, or heads of all layers; M quantities; B draws of the bootstrap.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import matplotlib.ticker
 import numpy as np
 from scipy import special, stats
 
 from softbottle import drawing
-from softbottle.analysis import report
+from softbottle.analysis import bootstrap, report
 from softbottle.analysis.capture import Capture, present
 from softbottle.analysis.instruments import attention, normalizers
 from softbottle.analysis.settings import Settings
@@ -62,8 +62,10 @@ class Heads(NamedTuple):
         spread_LH: from the head of this file.
         critical_L: the first of `attention.COUNTS` whose distances are not told from
             those of random sets over all rows of a layer; 0 where each is.
+        interval_M2: both ends, over stretches, of the medians over layers and heads of
+            "spread", "inside" and "largest".
         normalised: by normaliser, "spread", "inside" and "largest" of its weights,
-            averaged over layers and heads.
+            averaged over layers and heads, and with "_interval" both ends of each.
         limits: of the middle layer's heads on the first stretch.
     """
 
@@ -75,7 +77,8 @@ class Heads(NamedTuple):
     largest_LH: np.ndarray
     spread_LH: np.ndarray
     critical_L: np.ndarray
-    normalised: dict[str, dict[str, float]]
+    interval_M2: np.ndarray
+    normalised: dict[str, dict[str, Any]]
     limits: attention.Limits
 
 
@@ -132,7 +135,8 @@ def measure(
         for logits_WHS, values_WSD in zip(logits, values, strict=True)
     ]
     middle = layers // 2
-    softmax = maps["softmax"]
+    softmax = {key: map_LWH.mean(axis=1) for key, map_LWH in maps["softmax"].items()}
+    medians = [_interval(maps["softmax"][key], np.median) for key in _COMPARED]
     return Heads(
         length,
         spans_L,
@@ -142,28 +146,24 @@ def measure(
         softmax["largest"],
         softmax["spread"],
         np.array(critical),
-        {
-            name: {key: float(measured[key].mean()) for key in _COMPARED}
-            for name, measured in maps.items()
-        },
+        np.array(medians),
+        {name: _means(measured) for name, measured in maps.items()},
         attention.survey(logits[middle][0], values[middle][0]),
     )
 
 
 def section(models: dict[str, Heads]) -> report.Section:
     """Models side by side: a map of layers and heads each, and critical numbers."""
-    lines = [
-        f"{name}: over {_lengths(heads)} a head reads like one that spreads evenly "
-        f"over {np.median(heads.spread_LH):.1%} of them (median), its largest weight "
-        f"is {np.median(heads.largest_LH):.2f}, and of its {SELECTED} largest tokens "
-        f"{np.median(heads.inside_LH):.0%} stay nearer to their sum than any other; "
-        f"picking the largest looks like picking blindly {_firsts(heads)}."
-        for name, heads in models.items()
-    ]
+    lines = [_sentence(name, heads) for name, heads in models.items()]
     remarks = (
         "The number from which a choice looks blind is published for GPT-2 as "
         f"{PUBLISHED} of the tokens."
     )
+    stretches = [heads.stretches for heads in models.values()]
+    if max(stretches) > 1:
+        intervals = bootstrap.over(stretches, "stretches of text")
+        lines.append(intervals)
+        remarks = f"{remarks} {intervals}"
     figures = [
         figure
         for place, (name, heads) in enumerate(models.items())
@@ -200,6 +200,7 @@ def section(models: dict[str, Heads]) -> report.Section:
 
 def _table(models):
     """Medians over layers and heads, a model per row."""
+    medians = {name: _medians(heads) for name, heads in models.items()}
     return report.Table(
         (
             *("model", "over", "tokens that a head reads", "its largest weight"),
@@ -209,9 +210,9 @@ def _table(models):
         [
             (
                 *(name, _lengths(heads)),
-                f"{np.median(heads.spread_LH):.1%}",
-                f"{np.median(heads.largest_LH):.2f}",
-                f"{np.median(heads.inside_LH):.0%}",
+                medians[name]["spread"].text(".1%"),
+                medians[name]["largest"].text(".2f"),
+                medians[name]["inside"].text(".0%"),
                 _firsts(heads),
             )
             for name, heads in models.items()
@@ -270,6 +271,26 @@ def of_capture(capture: Capture, settings: Settings) -> Heads:
     return measure(logits_LWHS, entering, spans_L=capture.spans_L)
 
 
+def _medians(heads):
+    """Over layers and heads, by the keys of `_COMPARED`."""
+    maps = (heads.spread_LH, heads.inside_LH, heads.largest_LH)
+    return {
+        key: bootstrap.Estimate(np.median(map_LH), *ends)
+        for key, map_LH, ends in zip(_COMPARED, maps, heads.interval_M2, strict=True)
+    }
+
+
+def _sentence(name, heads):
+    spread, inside, largest = _medians(heads).values()
+    return (
+        f"{name}: over {_lengths(heads)} a head reads like one that spreads evenly "
+        f"over {spread.text('.1%')} of them (median), its largest weight is "
+        f"{largest.text('.2f')}, and of its {SELECTED} largest tokens "
+        f"{inside.text('.0%')} stay nearer to their sum than any other; picking the "
+        f"largest looks like picking blindly {_firsts(heads)}."
+    )
+
+
 def _behind(front_WPD, layer_ND):
     """States of all tokens, stretch after stretch, with those before the text."""
     dim = layer_ND.shape[1]
@@ -287,6 +308,10 @@ def _draw_normalizers(models):
             heights = [measured[key] for measured in heads.normalised.values()]
             at = np.arange(len(heights)) + width * (index - (len(models) - 1) / 2)
             axes.bar(at, heights, width, label=name)
+            ends = [
+                measured[f"{key}_interval"] for measured in heads.normalised.values()
+            ]
+            axes.vlines(at, *np.array(ends).T, color=drawing.BLACK, linewidth=1)
         axes.set_xticks(range(len(heights)), normalizers.ALL, rotation=20, ha="right")
         axes.set(title=title, ylim=(0, 1))
         if key == "spread":
@@ -296,6 +321,8 @@ def _draw_normalizers(models):
         if len(models) > 1:
             drawing.label(axes)
         reading = "The same logits under other normalisers, mean over all heads."
+        if max(heads.stretches for heads in models.values()) > 1:
+            reading += " Strokes: intervals over stretches of text."
         if key == "spread":
             reading += (
                 " They were trained for softmax, so this shows what a normaliser does, "
@@ -306,25 +333,48 @@ def _draw_normalizers(models):
 
 
 def _maps(weights, values):
-    """What the weights of each layer and head select, averaged over stretches."""
+    """What the weights of each layer, stretch and head select."""
     inside, tightness, largest, spread = [], [], [], []
     for weights_WHS, values_WSD in zip(weights, values, strict=True):
         picked = [
             attention.selection(*pair, SELECTED)
             for pair in zip(weights_WHS, values_WSD, strict=True)
         ]
-        inside.append(np.mean([selection.inside_R for selection in picked], axis=0))
-        ratios = [selection.distance_R / selection.bound_R for selection in picked]
-        tightness.append(np.mean(ratios, axis=0))
-        largest.append(weights_WHS.max(axis=-1).mean(axis=0))
+        inside.append([selection.inside_R for selection in picked])
+        tightness.append(
+            [selection.distance_R / selection.bound_R for selection in picked]
+        )
+        largest.append(weights_WHS.max(axis=-1))
         entropy_WH = special.entr(weights_WHS).sum(axis=-1)
-        spread.append((np.exp(entropy_WH) / weights_WHS.shape[-1]).mean(axis=0))
+        spread.append(np.exp(entropy_WH) / weights_WHS.shape[-1])
     return {
         "inside": np.stack(inside),
         "tightness": np.stack(tightness),
         "largest": np.stack(largest),
         "spread": np.stack(spread),
     }
+
+
+def _means(measured):
+    """Means over layers, stretches and heads, with their intervals."""
+    means = {}
+    for key in _COMPARED:
+        means[key] = float(measured[key].mean())
+        means[f"{key}_interval"] = _interval(measured[key], np.mean)
+    return means
+
+
+def _interval(map_LWH, summary):
+    """Both ends, over stretches, of a summary of the layers' and heads' means."""
+    layers, stretches, count = map_LWH.shape
+    flat_WR = np.moveaxis(map_LWH, 1, 0).reshape(stretches, layers * count)
+
+    def summarized(weight_BW):
+        mean_BR = weight_BW @ flat_WR / weight_BW.sum(axis=1, keepdims=True)
+        return summary(mean_BR, axis=1)
+
+    low, high = bootstrap.interval(summarized, stretches, bounds=(0, 1))
+    return float(low), float(high)
 
 
 def _critical(pairs, seed):

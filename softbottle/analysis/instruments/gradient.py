@@ -11,6 +11,8 @@ space of W, E dimensions of V: with Q its orthonormal basis,
 The components of a mixture are stacked, so that each counts as its responsibility
 says. A gradient without any relation to W would keep sqrt(E / V). The mixture weights
 are a second way to the backbone, of K dimensions, which is not counted here.
+
+Axes: B draws and W windows of the bootstrap.
 """
 
 import functools
@@ -22,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from softbottle import drawing
-from softbottle.analysis import report
+from softbottle.analysis import bootstrap, report
 from softbottle.analysis.capture import Capture, bias_or_zeros, present, real
 from softbottle.analysis.settings import Settings
 from softbottle.ops.mixture.activations import SOFTMAX, Activation
@@ -49,6 +51,7 @@ class Gradient(NamedTuple):
         by_rank: kept by the head's leading singular directions alone.
         width: dimensions of the column space.
         vocab: rows of the table.
+        interval: both ends, of `kept`, over windows of tokens.
     """
 
     kept_T: np.ndarray
@@ -59,6 +62,7 @@ class Gradient(NamedTuple):
     by_rank: dict[int, float]
     width: int
     vocab: int
+    interval: tuple[float, float]
 
     @property
     def chance(self) -> float:
@@ -120,6 +124,7 @@ def measure(
         {int(r): float(np.sqrt(share[r - 1])) for r in ranks},
         width,
         len(basis_VE),
+        _interval(part_TKE.sum(axis=(1, 2)), whole_TK.sum(axis=1)),
     )
 
 
@@ -153,13 +158,20 @@ def of_capture(capture: Capture, settings: Settings) -> Gradient:
 def section(heads: dict[str, Gradient]) -> report.Section:
     """Heads side by side: what they keep, beside chance, against their width."""
     lines = [
-        f"{name}: {head.kept:.1%} of the norm of the logits' gradient reaches the "
-        f"backbone through {head.width:,} of {head.vocab:,} dimensions (chance "
-        f"{head.chance:.1%}); the part left out has {head.suppressed:.1%} of the norm."
+        f"{name}: {head.kept:.1%} of the norm of the logits' gradient"
+        f"{bootstrap.between(*head.interval, '.1%')} reaches the backbone through "
+        f"{head.width:,} of {head.vocab:,} dimensions (chance {head.chance:.1%}); the "
+        f"part left out has {head.suppressed:.1%} of the norm."
         for name, head in heads.items()
     ]
+    remarks = bootstrap.described(*(len(head.kept_T) for head in heads.values()))
+    lines.append(remarks)
     numbers = {
         name: head._asdict() | {"chance": head.chance} for name, head in heads.items()
+    }
+    kept = {
+        name: bootstrap.Estimate(head.kept, *head.interval)
+        for name, head in heads.items()
     }
     table = report.Table(
         (
@@ -168,7 +180,7 @@ def section(heads: dict[str, Gradient]) -> report.Section:
         ),
         [
             (
-                *(name, f"{head.kept:.1%}", f"{head.chance:.1%}"),
+                *(name, kept[name].text(".1%"), f"{head.chance:.1%}"),
                 f"{head.width:,} of {head.vocab:,} dimensions",
                 f"{head.suppressed:.1%}",
             )
@@ -181,7 +193,7 @@ def section(heads: dict[str, Gradient]) -> report.Section:
         [_draw(heads)],
         numbers,
         tables=[table],
-        remarks="",
+        remarks=remarks,
         key={
             name: {"gradient kept": f"{head.kept:.0%}"} for name, head in heads.items()
         },
@@ -197,15 +209,17 @@ def _draw(heads):
         drawing.bars(axes, {name: head.kept for name, head in heads.items()})
         for place, head in enumerate(heads.values()):
             axes.plot([head.chance] * 2, [place - 0.3, place + 0.3], color="black")
+            axes.hlines(place, *head.interval, color=drawing.GRAY)
         axes.set(xlabel="norm kept", xlim=(0, None))
         reading = (
-            "Bars: the share of the gradient's norm that the head passes on; strokes: "
-            "what chance would keep."
+            "Bars: the share of the gradient's norm that the head passes on, lines on "
+            "them its interval; upright strokes: what chance would keep."
         )
         return report.Figure("gradient-kept", figure, reading)
     for name, head in heads.items():
         (line,) = axes.plot(head.width, head.kept, "o", label=name)
         color = line.get_color()
+        axes.vlines(head.width, *head.interval, color=color)
         axes.plot(head.width, head.chance, "_", color=color, markersize=14)
         if head.by_rank:
             ranks, shares = zip(*sorted(head.by_rank.items()), strict=True)
@@ -213,14 +227,27 @@ def _draw(heads):
     axes.set(xlabel="width of the head", ylabel="norm kept", ylim=(0, 1), xscale="log")
     drawing.label(axes)
     reading = (
-        "Dots: the share of the gradient's norm that the head passes on; dashes: what "
-        "chance would keep; lines: by the head's leading directions alone."
+        "Dots: the share of the gradient's norm that the head passes on, and its "
+        "interval; dashes: what chance would keep; lines: by the head's leading "
+        "directions alone."
     )
     return report.Figure("gradient-kept", figure, reading)
 
 
 def _chunks(tokens):
     return [slice(at, at + CHUNK) for at in range(0, tokens, CHUNK)]
+
+
+def _interval(part_T, whole_T):
+    """Both ends of the interval of what is kept over all tokens."""
+    window_T = bootstrap.windows(len(part_T))
+    part_W, whole_W = (bootstrap.sums(a_T, window_T) for a_T in (part_T, whole_T))
+
+    def kept(weight_BW):
+        return _kept(weight_BW @ part_W, weight_BW @ whole_W)
+
+    low, high = bootstrap.interval(kept, len(part_W), bounds=(0, 1))
+    return float(low), float(high)
 
 
 def _kept(part, whole):

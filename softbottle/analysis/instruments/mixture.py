@@ -6,7 +6,7 @@ import matplotlib.ticker
 import numpy as np
 
 from softbottle import drawing
-from softbottle.analysis import report
+from softbottle.analysis import bootstrap, report
 from softbottle.analysis.capture import real
 
 
@@ -19,6 +19,8 @@ class Mixing(NamedTuple):
         first_K: share of the tokens at which the component weighs most.
         responsibility_K: mean posterior given the label.
         responsibility_entropy: of that posterior.
+        usage_interval_2K: both ends, of `usage_K`, over windows of tokens.
+        responsibility_interval_2K: the same of `responsibility_K`.
     """
 
     prior_entropy: float
@@ -26,6 +28,8 @@ class Mixing(NamedTuple):
     first_K: np.ndarray
     responsibility_K: np.ndarray
     responsibility_entropy: float
+    usage_interval_2K: np.ndarray
+    responsibility_interval_2K: np.ndarray
 
 
 def mixing(log_prior_TK: np.ndarray, log_label_TK: np.ndarray) -> Mixing:
@@ -59,6 +63,8 @@ def mixing(log_prior_TK: np.ndarray, log_label_TK: np.ndarray) -> Mixing:
         (first_TK / first_TK.sum(axis=1, keepdims=True)).mean(axis=0),
         np.exp(log_r_TK).mean(axis=0),
         float(-(np.exp(log_r_TK) * log_r_TK).sum(axis=1).mean()),
+        np.stack(bootstrap.of_mean(prior_TK, (0, 1))),
+        np.stack(bootstrap.of_mean(np.exp(log_r_TK), (0, 1))),
     )
 
 
@@ -69,14 +75,21 @@ def draw(mixed: dict[str, Mixing]) -> report.Figure:
     for name, mixing in mixed.items():
         order_K = np.argsort(-mixing.usage_K)
         place_K = np.arange(1, len(order_K) + 1)
-        axes.plot(place_K, mixing.usage_K[order_K], marker="o", label=f"{name}: weight")
         given_K = mixing.responsibility_K[order_K]
-        axes.plot(place_K, given_K, "x--", label=f"{name}: given the word")
+        lines = [
+            *axes.plot(place_K, mixing.usage_K[order_K], "o-", label=f"{name}: weight"),
+            *axes.plot(place_K, given_K, "x--", label=f"{name}: given the word"),
+        ]
+        intervals = mixing.usage_interval_2K, mixing.responsibility_interval_2K
+        for line, ends_2K in zip(lines, intervals, strict=True):
+            ends = ends_2K[:, order_K]
+            axes.fill_between(place_K, *ends, color=line.get_color(), alpha=0.15)
     axes.set(xlabel="component, by weight", ylabel="mean share", ylim=(0, None))
     axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(integer=True))
     drawing.label(axes)
     reading = (
         "Mean weight of each component, and its mean responsibility for the words that "
-        "came. A component near zero is idle."
+        "came; shaded: their intervals over windows of text. A component near zero is "
+        "idle."
     )
     return report.Figure("rank-components", figure, reading)

@@ -4,6 +4,7 @@
     sparsemax   = argmin_p ||p - l||^2 over distributions p
     entmax      = argmax_p  p . l + (1 - sum_i p_i^alpha) / (alpha (alpha - 1))
     scalable    = softmax of s log(L) l
+    top-k       = softmax over the k largest l, 0 elsewhere
 
 Each works along the last axis, in float64.
 
@@ -20,6 +21,7 @@ from softbottle.analysis.capture import real
 
 Normalizer = Callable[[np.ndarray], np.ndarray]
 
+KEPT = 8  # k of the top-k that is measured
 _BISECTIONS = 60
 
 
@@ -67,11 +69,31 @@ def entmax(logits_RL: np.ndarray, alpha: float = 1.5) -> np.ndarray:
     return weights_RL / weights_RL.sum(axis=-1, keepdims=True)
 
 
+def top_k(logits_RL: np.ndarray, count: int) -> np.ndarray:
+    """Softmax over the `count` largest logits; all others have weight 0.
+
+    However many tokens there are, the largest weight is at least 1 / k. Of equal logits
+    the first ones are taken.
+
+    Raises:
+        ValueError: if the count is not positive.
+    """
+    if count < 1:
+        raise ValueError(f"k must be positive, got {count}.")
+    logits_RL = finite("logits", logits_RL)
+    order_RL = np.argsort(-logits_RL, axis=-1, kind="stable")[..., :count]
+    weights_RL = np.zeros_like(logits_RL)
+    largest_RL = softmax(np.take_along_axis(logits_RL, order_RL, axis=-1))
+    np.put_along_axis(weights_RL, order_RL, largest_RL, axis=-1)
+    return weights_RL
+
+
 ALL: dict[str, Normalizer] = {
     "softmax": softmax,
     "scalable softmax": scalable_softmax,
     "1.5-entmax": functools.partial(entmax, alpha=1.5),
     "sparsemax": sparsemax,
+    f"top-{KEPT}": functools.partial(top_k, count=KEPT),
 }
 
 

@@ -13,6 +13,7 @@ Axes: N positions; C positions, or words, of a block.
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -25,7 +26,7 @@ from softbottle.analysis.capture import Capture, bias_or_zeros, joined, present
 from softbottle.analysis.settings import Precision
 from softbottle.ops.mixture.activations import SOFTMAX
 
-_BLOCK = 256  # positions, or words, whose logits are held at a time
+BLOCK = 256  # positions, or words, whose logits are held at a time
 
 
 class Block(NamedTuple):
@@ -63,11 +64,30 @@ def mixtures(capture: Capture, precision: Precision = "float32") -> Iterator[Blo
         yield block
 
 
+def blocks(capture: Capture, precision: Precision = "float32") -> Iterator[np.ndarray]:
+    """log P of any capture, `BLOCK` of its positions at a time."""
+    if capture.readout is None:
+        yield from rows(capture, precision)
+        return
+    head, output, options = capture.readout
+    options = dataclasses.replace(options, compute_dtype=None)
+    log_probs = jax.jit(functools.partial(head.log_probs, options=options))
+    hidden_ND = joined(present("tokens", capture.tokens)).hidden_TD
+    with jax.enable_x64(precision == "float64"):
+        output = jax.tree.map(lambda leaf: jnp.asarray(leaf, precision), output)
+    for start in range(0, len(hidden_ND), BLOCK):
+        # Not around the loop: what is done with the blocks is not ours to change.
+        with jax.enable_x64(precision == "float64"):
+            hidden_CD = jnp.asarray(hidden_ND[start : start + BLOCK], precision)
+            log_p_CV = log_probs(*output, hidden_CD)[:, : options.vocab]
+        yield np.asarray(log_p_CV)
+
+
 def rows(capture: Capture, precision: Precision = "float32") -> Iterator[np.ndarray]:
     """log P without a readout in blocks of positions."""
     hidden_ND, table_VD, bias_V = _softmax(capture, precision)
-    for start in range(0, len(hidden_ND), _BLOCK):
-        logits_CV = hidden_ND[start : start + _BLOCK] @ table_VD.T + bias_V[None]
+    for start in range(0, len(hidden_ND), BLOCK):
+        logits_CV = hidden_ND[start : start + BLOCK] @ table_VD.T + bias_V[None]
         logits_CV = _activated(capture, logits_CV)
         yield special.log_softmax(logits_CV, axis=1)
 
@@ -80,11 +100,11 @@ def columns(capture: Capture, precision: Precision) -> Iterator[np.ndarray]:
             special.logsumexp(
                 _activated(capture, hidden_CD @ table_VD.T + bias_V[None]), axis=1
             )
-            for hidden_CD in np.split(hidden_ND, range(_BLOCK, len(hidden_ND), _BLOCK))
+            for hidden_CD in np.split(hidden_ND, range(BLOCK, len(hidden_ND), BLOCK))
         ]
     )
-    for start in range(0, len(table_VD), _BLOCK):
-        stop = start + _BLOCK
+    for start in range(0, len(table_VD), BLOCK):
+        stop = start + BLOCK
         logits_CN = table_VD[start:stop] @ hidden_ND.T + bias_V[start:stop, None]
         yield _activated(capture, logits_CN) - lse_N[None]
 

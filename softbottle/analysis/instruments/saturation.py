@@ -11,7 +11,7 @@ one: 0 when all r singular values are equal, log r when only one is left. A dime
 that stands far out at every position peaks at about sqrt(D - 1), since it is itself
 part of the deviation. The same along a training: turns.py.
 
-Axes: N positions, L layers.
+Axes: N positions, L layers; B draws and W windows of the bootstrap.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ import matplotlib.ticker
 import numpy as np
 
 from softbottle import drawing
-from softbottle.analysis import report
+from softbottle.analysis import bootstrap, report
 from softbottle.analysis.capture import Capture, present, real
 from softbottle.analysis.settings import Settings
 
@@ -46,12 +46,16 @@ class Head(NamedTuple):
 class Layers(NamedTuple):
     """One number for each layer, and `peak_LD` for each of its dimensions.
 
-    A layer narrower than the widest has NaN for the dimensions it lacks.
+    A layer narrower than the widest has NaN for the dimensions it lacks. `interval_L2`
+    are both ends of the anisotropy's intervals, over windows of `positions`; NaN where
+    there are too few.
     """
 
     anisotropy_L: np.ndarray
     kurtosis_L: np.ndarray
     peak_LD: np.ndarray
+    interval_L2: np.ndarray
+    positions: int
 
     @property
     def outliers_L(self) -> np.ndarray:
@@ -65,16 +69,40 @@ def anisotropy(states_ND: np.ndarray) -> float:
     Raises:
         ValueError: if there are fewer than two states, or one is zero.
     """
-    states_ND = _checked("states", states_ND)
-    norm_N = np.linalg.norm(states_ND, axis=1)
-    if len(norm_N) < 2 or not norm_N.all():
-        raise ValueError(
-            f"anisotropy needs two or more states and none of them zero, got "
-            f"{len(norm_N)} with {(norm_N == 0).sum()} of them zero."
-        )
-    total = np.sum(states_ND / norm_N[:, None], axis=0)
-    count = len(norm_N)
+    unit_ND = _unit(states_ND)
+    total, count = np.sum(unit_ND, axis=0), len(unit_ND)
     return float((total @ total - count) / (count * count - count))
+
+
+def anisotropy_interval(states_ND: np.ndarray) -> tuple[float, float]:
+    """Both ends of the interval of the anisotropy, over windows of positions.
+
+    A pair of positions in two windows has the product of the windows' weights, and one
+    within a window its weight: a window that is drawn twice is not paired with its own
+    copy, whose cosines of 1 no other text would have.
+
+    Raises:
+        ValueError: as `anisotropy`.
+    """
+    unit_ND = _unit(states_ND)
+    window_N = bootstrap.windows(len(unit_ND))
+    sum_WD, count_W = bootstrap.sums(unit_ND, window_N), np.bincount(window_N)
+    gram_WW, pairs_WW = sum_WD @ sum_WD.T, np.outer(count_W, count_W)
+
+    def weighted(weight_BW, matrix_WW):
+        across_WW = matrix_WW - np.diag(np.diag(matrix_WW))
+        within_W = np.diag(matrix_WW) - count_W
+        across_B = np.einsum("bw,bw->b", weight_BW @ across_WW, weight_BW)
+        return across_B + weight_BW @ within_W
+
+    def mean_cosine(weight_BW):
+        pairs_B = weighted(weight_BW, pairs_WW)
+        # One window of one position, drawn again and again, has no pairs.
+        pairs_B = np.where(pairs_B > 0, pairs_B, np.nan)
+        return weighted(weight_BW, gram_WW) / pairs_B
+
+    low, high = bootstrap.interval(mean_cosine, len(count_W), bounds=(-1, 1))
+    return float(low), float(high)
 
 
 def head(table_VE: np.ndarray) -> Head:
@@ -117,18 +145,19 @@ def layers(states: Sequence[np.ndarray]) -> Layers:
         )
     # One layer at a time in float64: a deep model has dozens of them.
     rows = [_layer(f"layer {at}", layer_ND) for at, layer_ND in enumerate(states)]
-    cosines, tails, peaks = zip(*rows, strict=True)
+    cosines, tails, peaks, intervals = zip(*rows, strict=True)
     peak_LD = np.full((len(rows), max(map(len, peaks))), np.nan)
     for at, peak_D in enumerate(peaks):
         peak_LD[at, : len(peak_D)] = peak_D
-    return Layers(np.array(cosines), np.array(tails), peak_LD)
+    measured = np.array(cosines), np.array(tails), peak_LD
+    return Layers(*measured, np.array(intervals), len(states[0]))
 
 
 def _layer(name, states_ND):
     states_ND = _checked(name, states_ND)
     measured = anisotropy(states_ND), kurtosis(states_ND)
     peak_D = abs(states_ND - states_ND.mean()).max(axis=0) / states_ND.std()
-    return *measured, peak_D
+    return *measured, peak_D, anisotropy_interval(states_ND)
 
 
 def section(states: dict[str, Layers], heads: dict[str, Head]) -> report.Section:
@@ -139,7 +168,7 @@ def section(states: dict[str, Layers], heads: dict[str, Head]) -> report.Section
     figures.append(_draw_spectra(heads))
     lines = [
         f"{name}: in its last layer two states have a cosine of "
-        f"{layers.anisotropy_L[-1]:.2f} on average, and {layers.outliers_L[-1]} of "
+        f"{_last(layers).text('.2f')} on average, and {layers.outliers_L[-1]} of "
         f"{np.isfinite(layers.peak_LD[-1]).sum()} dimensions reach {OUTLIER:.0f} "
         "deviations."
         for name, layers in states.items()
@@ -149,6 +178,11 @@ def section(states: dict[str, Layers], heads: dict[str, Head]) -> report.Section
         f"{np.log(len(sigma)):.2f}."
         for name, (sigma, entropy) in heads.items()
     ]
+    remarks = ""
+    if states:
+        counts = [layers.positions for layers in states.values()]
+        remarks = bootstrap.described(*counts)
+        lines.append(remarks)
     numbers = {
         name: layers._asdict() | {"outliers_L": layers.outliers_L}
         for name, layers in states.items()
@@ -159,7 +193,7 @@ def section(states: dict[str, Layers], heads: dict[str, Head]) -> report.Section
         figures,
         numbers,
         tables=[_table(states, heads)],
-        remarks="",
+        remarks=remarks,
         key={name: _key(states.get(name), heads.get(name)) for name in states | heads},
     )
 
@@ -175,6 +209,11 @@ def _key(layers, head):
     return cells
 
 
+def _last(layers):
+    """The anisotropy of the last layer."""
+    return bootstrap.Estimate(layers.anisotropy_L[-1], *layers.interval_L2[-1])
+
+
 def _table(states, heads):
     """The last layer's numbers and the head's, a model per row."""
     rows = []
@@ -183,7 +222,7 @@ def _table(states, heads):
         if name in states:
             layers = states[name]
             count = np.isfinite(layers.peak_LD[-1]).sum()
-            cells[0] = f"{layers.anisotropy_L[-1]:.2f}"
+            cells[0] = _last(layers).text(".2f")
             cells[1] = f"{layers.outliers_L[-1]:,} of {count:,}"
             cells[2] = f"{layers.kurtosis_L[-1]:.1f}"
         if name in heads:
@@ -204,7 +243,8 @@ def _draw_layers(states):
     for name, title, reading in (
         (
             *("anisotropy", "mean cosine of two states"),
-            "By layer, the embedded words first; near 1 all states point one way.",
+            "By layer, the embedded words first; near 1 all states point one way. "
+            "Shaded: the intervals.",
         ),
         (
             *("peaks", "largest entry, in deviations"),
@@ -218,7 +258,16 @@ def _draw_layers(states):
             value_L = layers.anisotropy_L
             if name == "peaks":
                 value_L = np.nanmax(layers.peak_LD, axis=1)
-            axes.plot(value_L, marker=".", label=model if len(states) > 1 else None)
+            label = model if len(states) > 1 else None
+            (line,) = axes.plot(value_L, marker=".", label=label)
+            if name == "anisotropy":
+                axes.fill_between(
+                    np.arange(len(value_L)),
+                    *layers.interval_L2.T,
+                    color=line.get_color(),
+                    alpha=0.15,
+                    linewidth=0,
+                )
         axes.set(xlabel="layer", title=title)
         if name == "peaks":
             axes.set_yscale("log")
@@ -269,6 +318,18 @@ def compare(measured: dict[str, tuple[Layers | None, Head]]) -> report.Section:
     """The section on what `of_capture` gave for each model."""
     states = {name: layers for name, (layers, _) in measured.items() if layers}
     return section(states, {name: head for name, (_, head) in measured.items()})
+
+
+def _unit(states_ND):
+    """States of length 1."""
+    states_ND = _checked("states", states_ND)
+    norm_N = np.linalg.norm(states_ND, axis=1)
+    if len(norm_N) < 2 or not norm_N.all():
+        raise ValueError(
+            f"anisotropy needs two or more states and none of them zero, got "
+            f"{len(norm_N)} with {(norm_N == 0).sum()} of them zero."
+        )
+    return states_ND / norm_N[:, None]
 
 
 def _checked(name, matrix):

@@ -75,8 +75,12 @@ def _read(pretrained, reading):
 
     found = capture(made, ids, pretrained.front(ids), trace, reading)
     module = pretrained.module
-    count = sum(parameter.numel() for parameter in module.parameters())
-    return dataclasses.replace(found, parameters=count, family=type(module).__name__)
+    return dataclasses.replace(
+        found,
+        parameters=sum(parameter.numel() for parameter in module.parameters()),
+        family=type(module).__name__,
+        words=pretrained.words,
+    )
 
 
 class _Change(NamedTuple):

@@ -53,6 +53,8 @@ def runs(
     workdirs: Sequence[pathlib.Path | str],
     split: Split = "test",
     positions: int | None = None,
+    text: pathlib.Path | str | None = None,
+    in_order: bool = False,
 ) -> list[Source]:
     """Runs, each called by its folder's name.
 
@@ -60,11 +62,13 @@ def runs(
         workdirs: the runs' folders.
         split: the text that is read, "train", "valid" or "test".
         positions: how much of it; None as `run.read`.
+        text: a file that is read instead.
+        in_order: whether the text is read as one row, as `run.read` does.
     """
 
     def source(workdir):
         def read(name, parts):
-            found = run.read(workdir, parts, split, positions)
+            found = run.read(workdir, parts, split, positions, text, in_order)
             return dataclasses.replace(found, name=name)
 
         return Source(_labels(pathlib.Path(workdir).resolve()), read, "run")
@@ -135,6 +139,19 @@ def hub(names: Sequence[pathlib.Path | str], reading: Reading) -> list[Source]:
         if len(by_step) > 1
         else _checkpoint(model, next(iter(by_step.values()), revision), reading)
         for (model, revision), by_step in groups.items()
+    ]
+
+
+def checkpoints(names: Sequence[pathlib.Path | str], reading: Reading) -> list[Source]:
+    """Hugging Face models, where every revision is a model of its own.
+
+    Raises:
+        ValueError: as `revisions`.
+    """
+    return [
+        _checkpoint(model, revision, reading)
+        for name in names
+        for model, revision in revisions(str(name))
     ]
 
 

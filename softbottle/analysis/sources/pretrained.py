@@ -87,6 +87,17 @@ class Pretrained(NamedTuple):
 
         return token_ids(Reading(text), self.head.weight.shape[0], encode)
 
+    @property
+    def words(self) -> list[str] | None:
+        """What each row of the table stands for, "" if no token; None if unknown."""
+        if isinstance(self.tokenizer, str):
+            return None
+        words = [""] * self.head.weight.shape[0]
+        for word, row in self.tokenizer.get_vocab().items():
+            if row < len(words):
+                words[row] = word
+        return words
+
     def front(self, ids: np.ndarray) -> Front:
         """What stands before every window of a text that begins with these tokens."""
         return _front(self.tokenizer, self.bos, ids)

@@ -153,7 +153,7 @@ def capture(
 
 
 def token_ids(
-    reading: Reading, vocab: int, encode: Callable[[str], list[int]]
+    reading: Reading, vocab: int, encode: Callable[[str], list[int] | np.ndarray]
 ) -> np.ndarray:
     """The text in tokens: ids as they are in a .npy file, or what `encode` makes.
 

@@ -32,6 +32,7 @@ from softbottle.analysis.capture import (
     present,
     sizes_below,
 )
+from softbottle.analysis.sources.reading import Reading, token_ids
 from softbottle.data import batches
 from softbottle.data.vocab import Split
 from softbottle.model import Params, count_parameters
@@ -64,6 +65,8 @@ def read(
     parts: Collection[str],
     split: Split = "test",
     positions: int | None = None,
+    text: pathlib.Path | str | None = None,
+    in_order: bool = False,
 ) -> Capture:
     """The capture of a run, called by its folder's name.
 
@@ -73,32 +76,41 @@ def read(
         split: the text that is read, "train", "valid" or "test".
         positions: how much of it; None reads `POSITIONS`, or `enough` of them for the
             width of the head's table.
+        text: a file that is read instead of a split, text or ids in .npy.
+        in_order: the head reads the text as one row, and `tokens` has the positions one
+            after the other, whatever rows and stretches the run is evaluated in.
 
     Raises:
         ValueError: for a folder without a run, or a text shorter than two words.
     """
     workdir = pathlib.Path(workdir)
     run = load_run(workdir, "float32")
-    corpus = load_corpus(workdir, run, split)
+    if text is None:
+        corpus = load_corpus(workdir, run, split)
+        whole, counted = corpus.splits[split], corpus.train
+    else:
+        whole = counted = token_ids(Reading(text), len(run.vocab), run.vocab.encode)
     width = run.model.output(run.params)[1].shape[1]
-    ids = corpus.splits[split][: (positions or enough(width, POSITIONS)) + 1]
+    ids = whole[: (positions or enough(width, POSITIONS)) + 1]
     reader = make_reader(run)
     lines = metrics.read(workdir) if "validations" in parts else []
     series = Series(workdir, run, ids, reader)
-    text = None
-    if "text" in parts:
-        train = np.asarray(corpus.train)
-        text = Text(train, len(corpus.vocab), _DIMENSIONS, "text of {}")
-    found = capture(workdir.resolve().name, run, ids, parts, reader)
+    counts = Text(np.asarray(counted), len(run.vocab), _DIMENSIONS, "text of {}")
+    rows = 1 if in_order else run.config.data.eval_rows
+    found = capture(workdir.resolve().name, run, ids, parts, reader, rows)
+    source = (
+        f"{split} text of {run.config.data.name}"
+        if text is None
+        else (pathlib.Path(text).name)
+    )
     fact = (
-        f"Text: {split} text of {run.config.data.name}, "
-        f"{len(corpus.splits[split]):,} tokens. Read: the first {len(ids) - 1:,}, in "
-        f"{run.config.data.eval_rows} rows."
+        f"Text: {source}, {len(whole):,} tokens. Read: the first {len(ids) - 1:,}, in "
+        f"{rows} {'row' if rows == 1 else 'rows'}."
     )
     return dataclasses.replace(
         found,
         facts=(*found.facts, fact),
-        text=text,
+        text=counts if "text" in parts else None,
         validations=lines if curves.validations(lines) else None,
         series=series if "series" in parts and steps(workdir) else None,
     )
@@ -110,6 +122,7 @@ def capture(
     ids: np.ndarray,
     parts: Collection[str],
     reader: Reader | None = None,
+    rows: int | None = None,
 ) -> Capture:
     """What a run holds along a text; without what only its folder knows.
 
@@ -119,6 +132,7 @@ def capture(
         ids: the text.
         parts: fields of `Capture` to fill.
         reader: what `make_reader` gave for this run, if it is there already.
+        rows: of the text as the head reads it; None for `data.eval_rows`.
 
     Raises:
         ValueError: if the text is shorter than two words.
@@ -132,7 +146,7 @@ def capture(
         inner = (reader or make_reader(run))(run.params, ids)
     tokens = None
     if {"tokens", "frozen"} & set(parts):
-        tokens = _tokens(run, ids)
+        tokens = _tokens(run, ids, rows)
     return Capture(
         name,
         table_VE,
@@ -148,6 +162,7 @@ def capture(
         trained=run.step * run.config.data.rows * run.config.data.length,
         family=f"{run.config.head.name} on {run.config.model.backbone}",
         facts=_facts(name, run, table_VE.shape),
+        words=run.vocab.words,
     )
 
 
@@ -261,13 +276,11 @@ def _facts(name, run, shape):
     )
 
 
-def _tokens(run, ids):
+def _tokens(run, ids, rows=None):
     data = run.config.data
-    rows = data.eval_rows, data.eval_length
-    return [
-        Tokens(hidden_CD, labels_C)
-        for hidden_CD, _, labels_C in evaluate.states(run.model, run.params, ids, *rows)
-    ]
+    shape = rows or data.eval_rows, data.eval_length
+    blocks = evaluate.states(run.model, run.params, ids, *shape)
+    return [Tokens(hidden_CD, labels_C) for hidden_CD, _, labels_C in blocks]
 
 
 def _trials(vocab, dim):

@@ -95,11 +95,40 @@ def test_the_middle_layer_s_heads_are_measured_in_full():
     assert np.all(found.sensitivity_N <= 1 / (2 * found.temperatures_N))
 
 
+def test_intervals_are_over_stretches_and_close_where_they_are_alike():
+    logits_LWHS, states = random_logits(), make_states()
+    found = attention_layers.measure(logits_LWHS, states)
+    medians = [
+        np.median(map_LH)
+        for map_LH in (found.spread_LH, found.inside_LH, found.largest_LH)
+    ]
+    assert np.all(found.interval_M2[:, 0] <= medians)
+    assert np.all(medians <= found.interval_M2[:, 1])
+    low, high = found.normalised["softmax"]["largest_interval"]
+    # The mean over three stretches: Student's t of two degrees is 4.303.
+    weights_LWHS = normalizers.softmax(logits_LWHS)
+    mean_W = weights_LWHS.max(axis=-1).mean(axis=(0, 2))
+    reach = 4.303 * mean_W.std(ddof=1) / np.sqrt(3)
+    assert high - low == pytest.approx(2 * reach, rel=0.1)
+    alike = np.repeat(logits_LWHS[:, :1], STRETCHES, axis=1)
+    same = [np.tile(layer[:LENGTH], (STRETCHES, 1)) for layer in states]
+    closed = attention_layers.measure(alike, same)
+    np.testing.assert_allclose(closed.interval_M2[:, 0], closed.interval_M2[:, 1])
+    single = attention_layers.measure(logits_LWHS[:, :1], [x[:LENGTH] for x in states])
+    assert np.isnan(single.interval_M2).all()
+    assert "ntervals hold" not in attention_layers.section({"one": single}).reading
+
+
 @pytest.mark.slow
 def test_the_section_names_each_model(tmp_path):
     found = attention_layers.measure(random_logits(), make_states())
     section = attention_layers.section({"one": found, "two": found})
     assert "one: over 31 tokens" in section.reading and "two:" in section.reading
+    assert "bootstrap over 3 stretches of text" in section.reading
+    assert "bootstrap over 3 stretches of text" in section.remarks
+    low, high = found.interval_M2[0]
+    shown = f"{np.median(found.spread_LH):.1%} ({low:.1%} to {high:.1%})"
+    assert section.tables[0].rows[0][2] == shown
     report.write(tmp_path, "Heads", [section])
 
 

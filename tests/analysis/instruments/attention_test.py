@@ -43,7 +43,7 @@ def test_no_distance_exceeds_the_bound(seed):
     logits_RL, values_LD = make_inputs(
         50, length, int(rng.integers(1, 9)), rng.exponential(3.0), seed
     )
-    name = list(normalizers.ALL)[seed % 4]
+    name = list(normalizers.ALL)[seed % len(normalizers.ALL)]
     weights_RL = normalizers.ALL[name](logits_RL)
     for count in {1, length // 2 or 1, length - 1}:
         found = attention.selection(weights_RL, values_LD, count)

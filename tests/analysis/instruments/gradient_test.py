@@ -84,6 +84,30 @@ def test_the_softmax_gradient_is_that_of_autodiff():
     assert found.kept == pytest.approx(expected, rel=1e-5)
 
 
+def test_the_interval_is_of_the_tokens_windows_and_closes_where_they_are_alike():
+    inputs = make_inputs()
+    found = gradient.measure(*inputs)
+    low, high = found.interval
+    assert low < found.kept < high
+    # By hand: ratios of sums over 20 windows of two tokens, the last of three.
+    d_TKV = gradients(*inputs)
+    basis_VE = gradient.column_space(inputs[2])
+    part_T = np.square(d_TKV @ basis_VE).sum(axis=(1, 2))
+    whole_T = np.square(d_TKV).sum(axis=(1, 2))
+    rng, draws = np.random.default_rng(5), []
+    windows = [*(slice(at, at + 2) for at in range(0, 38, 2)), slice(38, None)]
+    for _ in range(2000):
+        drawn = [windows[at] for at in rng.integers(len(windows), size=len(windows))]
+        part, whole = (sum(a_T[w].sum() for w in drawn) for a_T in (part_T, whole_T))
+        draws.append(np.sqrt(part / whole))
+    reach = 2.093 * np.std(draws) * np.sqrt(20 / 19)  # Student's t of 19
+    assert high - low == pytest.approx(2 * reach, rel=0.1)
+    prior, context, table, bias, labels = inputs
+    alike = (np.repeat(a[:1], TOKENS, axis=0) for a in (prior, context))
+    found = gradient.measure(*alike, table, bias, np.repeat(labels[:1], TOKENS))
+    np.testing.assert_allclose(found.interval, found.kept, rtol=1e-6)
+
+
 def test_chunks_of_tokens_change_nothing(monkeypatch):
     inputs = make_inputs()
     whole = gradient.measure(*inputs)
@@ -164,4 +188,8 @@ def test_a_run_is_measured_through_its_own_head(tmp_path):
         {"mos": found, "softmax": gradient.measure(*make_inputs(1))}
     )
     assert f"{found.kept:.1%} of the norm" in section.reading
+    low, high = found.interval
+    (row, _) = section.tables[0].rows
+    assert row[1] == f"{found.kept:.1%} ({low:.1%} to {high:.1%})"
+    assert "bootstrap over" in section.remarks and section.remarks in section.reading
     report.write(tmp_path, "Heads", [section])

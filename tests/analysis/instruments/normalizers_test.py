@@ -78,6 +78,29 @@ def test_scalable_softmax_keeps_a_token_that_softmax_lets_fade():
     np.testing.assert_allclose(scalable, expected, rtol=1e-12)
 
 
+@pytest.mark.parametrize("count", [1, 3, 17, 40])
+def test_top_k_is_softmax_over_the_largest_logits(count):
+    logits_RL = make_logits()
+    found_RL = normalizers.top_k(logits_RL, count)
+    for logits_L, weights_L in zip(logits_RL, found_RL, strict=True):
+        lowest = sorted(logits_L)[-min(count, 17)]
+        expected_L = [np.exp(z) if z >= lowest else 0.0 for z in logits_L]
+        np.testing.assert_allclose(weights_L, expected_L / np.sum(expected_L))
+    if count >= 17:
+        np.testing.assert_allclose(found_RL, normalizers.softmax(logits_RL))
+
+
+def test_top_k_keeps_k_of_equal_logits_and_a_weight_that_length_does_not_lower():
+    weights_RL = normalizers.top_k(np.zeros((2, 19)), 4)
+    np.testing.assert_array_equal(weights_RL, np.tile([0.25] * 4 + [0] * 15, (2, 1)))
+    for length in (10, 1000):
+        noise_RL = 0.1 * make_logits(length=length)
+        assert normalizers.top_k(noise_RL, 4).max(axis=-1).min() >= 0.25
+    assert normalizers.softmax(noise_RL).max() < 0.01
+    with pytest.raises(ValueError, match="k must be positive, got 0"):
+        normalizers.top_k(np.ones((1, 2)), 0)
+
+
 @pytest.mark.parametrize("name", normalizers.ALL)
 def test_bad_logits_are_named(name):
     with pytest.raises(ValueError, match=r"shape \(1, 2\) with 1 entries"):

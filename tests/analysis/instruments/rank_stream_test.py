@@ -144,6 +144,10 @@ def test_mixing_is_what_bayes_says_token_by_token():
     np.testing.assert_allclose(found.responsibility_K, posterior_TK.mean(axis=0))
     np.testing.assert_allclose(found.usage_K, [0.3, 0.525, 0.175])
     np.testing.assert_allclose(found.first_K, [0.5, 0.5, 0.0])
+    low_K, high_K = found.usage_interval_2K
+    assert np.all((low_K <= found.usage_K) & (found.usage_K <= high_K))
+    # Two windows of a token each: 0.8 and 0.25 of the second component.
+    assert high_K[1] - low_K[1] > 0.5 and found.responsibility_interval_2K.min() >= 0
 
 
 def test_components_that_weigh_the_same_share_the_first_place():

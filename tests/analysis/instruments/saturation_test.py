@@ -39,6 +39,33 @@ def test_anisotropy_is_the_mean_cosine_of_different_states():
     assert saturation.anisotropy(states_ND) == pytest.approx(np.mean(cosines))
 
 
+def test_intervals_of_the_anisotropy_cover_the_truth_at_about_their_rate():
+    rng = np.random.default_rng(0)
+    rows, count, width = 120, 64 * 12, 6
+    noise = rng.normal(size=(count, rows, width))
+    for at in range(1, count):  # neighbors are alike
+        noise[at] = 0.6 * noise[at - 1] + 0.8 * noise[at]
+    states = 0.9 * np.eye(width)[0] + noise
+    # Two independent states: the squared length of the mean direction.
+    fresh = 0.9 * np.eye(width)[0] + rng.normal(size=(400_000, width))
+    mean_D = np.mean(fresh / np.linalg.norm(fresh, axis=1, keepdims=True), axis=0)
+    ends = [saturation.anisotropy_interval(states[:, row]) for row in range(rows)]
+    covered = np.mean([low <= mean_D @ mean_D <= high for low, high in ends])
+    # Of 120, 95% are 114 with a deviation of 2.4.
+    assert 0.88 < covered < 0.995
+
+
+def test_the_interval_of_equal_windows_is_the_value_itself():
+    once_ND = 0.5 + random_states(64, 5)
+    found = saturation.layers([np.tile(once_ND, (20, 1))])
+    value = found.anisotropy_L[0]
+    # But for pairs within a window, which are one in 20 and lack n of n^2.
+    np.testing.assert_allclose(found.interval_L2[0], value, atol=0.01)
+    assert found.positions == 20 * 64 and np.isfinite(found.interval_L2).all()
+    moved = saturation.anisotropy_interval(7 * np.tile(once_ND, (20, 1)))
+    np.testing.assert_allclose(moved, found.interval_L2[0], rtol=1e-9)
+
+
 @pytest.mark.parametrize(
     "states, why", [(np.eye(1, 3), "got 1"), (np.eye(3, 2), "1 of")]
 )
@@ -113,8 +140,13 @@ def test_layers_of_different_widths_have_no_peaks_where_they_have_no_dimensions(
 
 def test_the_section_of_models_names_each(tmp_path):
     layers = saturation.layers([random_states(), random_states(seed=1)])
+    low, high = layers.interval_L2[-1]
+    assert low < layers.anisotropy_L[-1] < high
     head = saturation.head(random_states(31))
     section = saturation.section({"small": layers, "large": layers}, {"small": head})
     assert "small: in its last layer" in section.reading
+    shown = f"{layers.anisotropy_L[-1]:.2f} ({low:.2f} to {high:.2f})"
+    assert {row[0]: row[1] for row in section.tables[0].rows}["large"] == shown
+    assert shown in section.reading and "bootstrap over" in section.remarks
     assert set(section.numbers) == {"small", "large", "small, head"}
     report.write(tmp_path, "Models", [section])

@@ -1,5 +1,6 @@
 """Models that others trained: every door leads to the same arrays."""
 
+import dataclasses
 import importlib.util
 import json
 import pathlib
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from scipy import special
 
-from softbottle.analysis import inspection
+from softbottle.analysis import inspection, pair
 from softbottle.analysis.instruments import predictions
 from softbottle.analysis.sources import gguf, hugging_face
 from softbottle.analysis.sources.reading import Reading
@@ -328,3 +329,28 @@ def test_quantized_weights_are_told(tmp_path, monkeypatch, names):
     facts = gguf.read(tmp_path / "a.gguf").facts
     told = ("Quantized weights: the file's tensors are 2 Q4_1, 1 F32.",)
     assert facts == (told if "Q4_1" in names else ())
+
+
+@needs_torch
+@pytest.mark.slow
+def test_two_models_of_one_tokenizer_are_compared_and_others_refused(tmp_path):
+    names = ("GPT2", "Llama")
+    for name in names:
+        make_model(tmp_path / name, name)
+        make_tokenizer(tmp_path / name, "$A" if name == "GPT2" else "<bos> $A")
+    path, ids = make_text(tmp_path)
+    reading = Reading(path, 60, 12)
+    a, b = (hugging_face.from_hf(tmp_path / name, reading) for name in names)
+    assert list(a.words) == WORDS[:VOCAB]
+    (section,) = pair.sections([a, b])
+    assert section.numbers["positions"] == 60
+    p_SV, q_SV = (
+        np.concatenate(list(predictions.rows(model, "float64"))) for model in (a, b)
+    )
+    kl = np.mean(np.sum(np.exp(p_SV) * (p_SV - q_SV), axis=1))
+    assert section.numbers["KL(a||b)"]["value"] == pytest.approx(kl, rel=1e-4)
+    losses = -q_SV[np.arange(60), ids[1:61]]
+    assert section.numbers["loss of b"]["value"] == pytest.approx(losses.mean())
+    moved = dataclasses.replace(b, words=[*WORDS[:5], "other", *WORDS[6:VOCAB]])
+    with pytest.raises(ValueError, match="first word 5: 'c' and 'other'"):
+        pair.sections([a, moved])
