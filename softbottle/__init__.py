@@ -13,6 +13,7 @@ import typing
 
 if typing.TYPE_CHECKING:
     from softbottle import ops
+    from softbottle.analysis.capture import Capture
     from softbottle.heads.base import Head, Mixture
     from softbottle.heads.cache import Cached, Memory, cached, given, history
     from softbottle.heads.distillation import AllWords, Output, TopWords, distill
@@ -35,6 +36,7 @@ __version__ = "0.2.0"
 __all__ = [
     "AllWords",
     "Cached",
+    "Capture",
     "Head",
     "Memory",
     "Mixture",
@@ -62,6 +64,9 @@ __all__ = [
     "softmax",
 ]
 
+# Where a name that is no head's comes from; the rest is of softbottle.heads.
+_OWNERS = {"Capture": "softbottle.analysis.capture", "Options": "softbottle.ops"}
+
 
 def __getattr__(name: str) -> typing.Any:
     # At first use: `softbottle --help` does not wait for jax, and `modules` needs flax,
@@ -70,9 +75,7 @@ def __getattr__(name: str) -> typing.Any:
         return importlib.import_module(f"softbottle.{name}")
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    owner = importlib.import_module(
-        "softbottle.ops" if name == "Options" else "softbottle.heads"
-    )
+    owner = importlib.import_module(_OWNERS.get(name, "softbottle.heads"))
     value = globals()[name] = getattr(owner, name)
     return value
 

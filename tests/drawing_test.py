@@ -112,14 +112,13 @@ def make_capture():
     random = np.random.default_rng(0)
     states = [random.normal(size=(24, 5)).astype(np.float32) for _ in range(3)]
     ids = random.integers(0, 17, 25)
-    return capture.of_softmax(
-        HOSTILE,
-        random.normal(size=(17, 5)).astype(np.float32),
-        None,
+    return capture.Capture.from_states(
         states,
-        ids[1:],
-        random.normal(size=(2, 3, 4, 8)),
-        ids,
+        random.normal(size=(17, 5)).astype(np.float32),
+        labels=ids[1:],
+        name=HOSTILE,
+        logits_LWHS=random.normal(size=(2, 3, 4, 8)),
+        ids=ids,
     )
 
 

@@ -9,10 +9,12 @@ positions, P tokens before each, H attention heads, R rows of attention, M also 
 """
 
 import dataclasses
+import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
@@ -24,6 +26,7 @@ from softbottle.ops.mixture.options import Options
 
 SAMPLE = 1024  # positions whose gradients are measured
 WORDS = 4096  # of a vocabulary, at most, that are tried for the first place
+_READ = 2**24  # entries that are looked at together
 _WIDE = 64  # width up to which large sets of words are tried
 
 T = TypeVar("T")
@@ -197,61 +200,76 @@ class Capture:
     facts: tuple[str, ...] = ()
     absent: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
+    @classmethod
+    def from_states(
+        cls,
+        hidden: Any,
+        table: Any,
+        bias: Any = None,
+        labels: Any = None,
+        *,
+        name: str = "states",
+        logits_LWHS: np.ndarray | None = None,
+        ids: np.ndarray | None = None,
+        frozen_MD: np.ndarray | None = None,
+        activation: Activation = SOFTMAX,
+    ) -> "Capture":
+        """The capture of a model whose head is softmax(g(h W' + b)).
 
-def of_softmax(
-    name: str,
-    table_VD: np.ndarray,
-    bias_V: np.ndarray | None = None,
-    states: Sequence[np.ndarray] = (),
-    labels_N: np.ndarray | None = None,
-    logits_LWHS: np.ndarray | None = None,
-    ids: np.ndarray | None = None,
-    frozen_MD: np.ndarray | None = None,
-    activation: Activation = SOFTMAX,
-) -> Capture:
-    """The capture of a model whose head is softmax(g(h W' + b)).
+        An array may be one of NumPy, jax or PyTorch, on any device, or the name of a
+        .npy file, which is memory-mapped and stays in the type that it is stored in;
+        other arrays narrower than float32 are widened to it. An .npz file with these
+        names is `Capture.from_states(**np.load("states.npz"))`.
 
-    Args:
-        name: of the model.
-        table_VD: its output table.
-        bias_V: its output bias, or None.
-        states: by layer; empty if only the head is known.
-        labels_N: the tokens that follow, or None.
-        logits_LWHS: attention logits, or None.
-        ids: the whole text in tokens, or None.
-        frozen_MD: what the head reads along more of the text, from its start, for
-            instruments that train; None if `states` are all.
-        activation: g, of which nothing is trained.
+        Args:
+            hidden: the states that the head reads along a text, [N, D]; or a list of
+                those of every layer, the head's last; empty if only the head is known.
+            table: the output table, [V, D].
+            bias: the output bias, [V], or None.
+            labels: the tokens that follow the states, integers [N], or None.
+            name: of the model.
+            logits_LWHS: attention logits, or None.
+            ids: the whole text in tokens, or None.
+            frozen_MD: what the head reads along more of the text, from its start, for
+                instruments that train; None if `hidden` is all.
+            activation: g, of which nothing is trained.
 
-    Raises:
-        ValueError: for shapes that disagree or entries that are not finite.
-    """
-    _check(table_VD, bias_V, states, labels_N)
-    vocab, dim = table_VD.shape
-    last = Tokens(states[-1], labels_N) if len(states) else None
-    labeled = last if labels_N is not None else None
-    frozen = labeled
-    if labeled and frozen_MD is not None and len(frozen_MD) > len(states[-1]):
-        frozen = Tokens(frozen_MD, present("text", ids)[1 : len(frozen_MD) + 1])
-    absent = {}
-    if activation.apply is not SOFTMAX.apply and frozen is not None:
-        frozen, absent["frozen"] = None, "heads of limited rank are cut from a softmax"
-    large = (dim // 4, dim // 2, dim) if dim <= _WIDE else (4,)
-    words = np.linspace(0, vocab - 1, min(vocab, WORDS)).astype(int)
-    return Capture(
-        name,
-        table_VD,
-        bias_V,
-        tokens=[last] if last else None,
-        mixed=_mixed(labeled, table_VD, activation) if labeled else None,
-        frozen=frozen,
-        trials=Trials(words, sizes_below(vocab, (1, 2, *large)), 5),
-        states=list(states) or None,
-        logits_LWHS=logits_LWHS,
-        text=None if ids is None else Text(ids, vocab, 2 * dim, "text in tokens of {}"),
-        activation=activation,
-        absent=absent,
-    )
+        Raises:
+            ValueError: for shapes that disagree, entries that are not finite or not
+                real, labels that are no words, or a file that is no array.
+        """
+        table_VD, bias_V = _array("table", table), _array("bias", bias)
+        labels_N, layers = _array("labels", labels), _layers(hidden)
+        _check(table_VD, bias_V, layers, labels_N)
+        vocab, dim = table_VD.shape
+        last = Tokens(layers[-1], labels_N) if layers else None
+        labeled = last if labels_N is not None else None
+        frozen = labeled
+        if labeled and frozen_MD is not None and len(frozen_MD) > len(layers[-1]):
+            frozen = Tokens(frozen_MD, present("text", ids)[1 : len(frozen_MD) + 1])
+        absent = {}
+        if activation.apply is not SOFTMAX.apply and frozen is not None:
+            absent["frozen"] = "heads of limited rank are cut from a softmax"
+            frozen = None
+        large = (dim // 4, dim // 2, dim) if dim <= _WIDE else (4,)
+        words = np.linspace(0, vocab - 1, min(vocab, WORDS)).astype(int)
+        text = None
+        if ids is not None:
+            text = Text(ids, vocab, 2 * dim, "text in tokens of {}")
+        return cls(
+            name,
+            table_VD,
+            bias_V,
+            tokens=[last] if last else None,
+            mixed=_mixed(labeled, table_VD, activation) if labeled else None,
+            frozen=frozen,
+            trials=Trials(words, sizes_below(vocab, (1, 2, *large)), 5),
+            states=layers or None,
+            logits_LWHS=logits_LWHS,
+            text=text,
+            activation=activation,
+            absent=absent,
+        )
 
 
 def enough(width: int, least: int) -> int:
@@ -318,7 +336,7 @@ def real(
 
 def _mixed(tokens, table_VD, activation):
     """One component, whose context is the state itself."""
-    hidden_TD = tokens.hidden_TD[:SAMPLE]
+    hidden_TD = np.asarray(tokens.hidden_TD[:SAMPLE])
     dim = table_VD.shape[1]
     width = np.linalg.matrix_rank(table_VD) if dim < _WIDE else dim
     return Mixed(
@@ -328,6 +346,51 @@ def _mixed(tokens, table_VD, activation):
         activation,
         powers(int(width)),
     )
+
+
+def _layers(hidden):
+    """The states of every layer that was given."""
+    if isinstance(hidden, list | tuple):
+        return [_array("hidden", layer) for layer in hidden]
+    return [_array("hidden", hidden)]
+
+
+def _array(name, value):
+    """What a framework or a file calls an array, as NumPy's; None stays None."""
+    if value is None:
+        return None
+    if isinstance(value, str | pathlib.Path):
+        try:
+            return np.load(value, mmap_mode="r", allow_pickle=False)
+        except (OSError, ValueError, EOFError) as error:
+            raise ValueError(f"{name}: {value} is no .npy file: {error}") from error
+    if hasattr(value, "detach"):
+        value = value.detach()
+    if hasattr(value, "__dlpack__") and not isinstance(value, np.ndarray):
+        try:
+            array = np.from_dlpack(value)
+        except (BufferError, RuntimeError, TypeError, ValueError):
+            # On another device, or of a type that NumPy's protocol does not have.
+            array = np.asarray(jnp.from_dlpack(value))
+    else:
+        array = np.asarray(value)
+    return np.asarray(array, np.float32) if _is_narrow(array.dtype) else array
+
+
+def _is_narrow(dtype):
+    """Whether sums in this type lose what they add up."""
+    return jnp.issubdtype(dtype, np.floating) and dtype.itemsize < 4
+
+
+def _is_number(dtype):
+    return jnp.issubdtype(dtype, np.floating) or jnp.issubdtype(dtype, np.integer)
+
+
+def _is_finite(array):
+    """Whether all entries are, a stretch of rows at a time: it may be on a disk."""
+    rows = max(1, _READ // max(1, array[:1].size))
+    parts = range(0, len(array), rows)
+    return all(np.all(np.isfinite(array[at : at + rows])) for at in parts)
 
 
 def _check(table_VD, bias_V, states, labels_N):
@@ -340,8 +403,13 @@ def _check(table_VD, bias_V, states, labels_N):
         )
     if bias_V is not None and np.shape(bias_V) != table_VD.shape[:1]:
         raise ValueError(f"bias {np.shape(bias_V)} must be [V] = {table_VD.shape[:1]}.")
-    for name, array in (("hidden", states[-1:]), ("table", table_VD), ("bias", bias_V)):
-        if array is not None and not np.all(np.isfinite(real(name, array, None))):
+    named = [("table", table_VD), ("bias", bias_V)]
+    for name, array in [*(("hidden", state) for state in states[-1:]), *named]:
+        if array is None:
+            continue
+        if not (np.iscomplexobj(array) or _is_number(array.dtype)):
+            raise ValueError(f"{name} must be numbers, got {array.dtype}.")
+        if not _is_finite(real(name, array, None)):
             raise ValueError(f"{name} has entries that are not finite.")
     if labels_N is not None:
         if labels_N.shape != states[-1].shape[:1]:

@@ -13,7 +13,7 @@ import softbottle
 # Files of softbottle/commands and of launch, in the order in which one meets them.
 COMMANDS = (
     *("train", "evaluate", "generate", "analyze", "sweep", "frontier", "dropin"),
-    *("reproduce", "continuation", "bench", "compile", "export"),
+    *("retrofit", "reproduce", "continuation", "bench", "compile", "export"),
 )
 
 

@@ -11,11 +11,15 @@ def deciles(ids: np.ndarray, vocab: int) -> np.ndarray:
     Words are sorted by frequency and cut so that each decile has a tenth of the tokens,
     as nearly as whole words allow. A word belongs where the middle of its tokens lies.
     """
-    count_V = np.bincount(ids, minlength=vocab)
+    return deciles_by_count(np.bincount(ids, minlength=vocab))
+
+
+def deciles_by_count(count_V: np.ndarray) -> np.ndarray:
+    """The same, of how often the text has each word."""
     order_V = np.argsort(-count_V, kind="stable")
     sorted_V = count_V[order_V]
     middle_V = (np.cumsum(sorted_V) - sorted_V / 2) / sorted_V.sum()
-    decile_V = np.empty(vocab, np.int32)
+    decile_V = np.empty(len(count_V), np.int32)
     decile_V[order_V] = np.minimum(DECILES * middle_V, DECILES - 1).astype(np.int32)
     # Words that the text does not have are the rarest.
     return np.where(count_V > 0, decile_V, DECILES - 1)

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import matplotlib.axes
 import matplotlib.backends.backend_agg
 import numpy as np
 from matplotlib.lines import Line2D
@@ -80,7 +81,11 @@ def _draw_costs(figure, panels, found, labels):
     # Sizes of texts are known only once everything else has its place.
     figure.draw_without_rendering()
     for axes, (_, (field, unit)) in costs.items():
-        _label(axes, _located(found, field, unit), labels)
+        located = _located(found, field, unit)
+        name_points(
+            axes,
+            [(place, labels[p.arm], _color(p)) for p, place in located.items()],
+        )
 
 
 def _scatter(axes, found, field, unit):
@@ -148,17 +153,25 @@ def _frequencies(axes, found, labels):
     axes.set_ylim(min(low, bottom - gap), max(high, top - above + gap))
 
 
-def _label(axes, located, labels):
-    """Write a name beside each point, where no other name and no point is."""
-    figure = axes.figure
-    pixels = {p: axes.transData.transform(place) for p, place in located.items()}
-    taken = [(x - 6, y - 6, x + 6, y + 6) for x, y in pixels.values()]
+def name_points(
+    axes: matplotlib.axes.Axes, points: Sequence[tuple[tuple[float, float], str, str]]
+) -> None:
+    """Write a name beside each point, where no other name and no point is.
+
+    To be called when everything else has its place (`draw_without_rendering`).
+
+    Args:
+        axes: where the points are.
+        points: place, name and color of each.
+    """
+    scale = axes.figure.dpi / 72
+    pixels = [tuple(axes.transData.transform(place)) for place, *_ in points]
+    taken = [(x - 6, y - 6, x + 6, y + 6) for x, y in pixels]
     frame = axes.get_window_extent()
-    scale = figure.dpi / 72
-    for point, (x, y) in sorted(pixels.items(), key=lambda item: -item[1][1]):
-        text = axes.annotate(
-            labels[point.arm], located[point], fontsize=8, color=_color(point)
-        )
+    for (x, y), (place, name, color) in sorted(
+        zip(pixels, points, strict=True), key=lambda pair: -pair[0][1]
+    ):
+        text = axes.annotate(name, place, fontsize=8, color=color)
         box = text.get_window_extent()
         width, height = box.width, box.height
         left, low = _place(x, y, width, height, taken, frame)
@@ -168,7 +181,7 @@ def _label(axes, located, labels):
         if math.hypot(left + width / 2 - x, low + height / 2 - y) > width / 2 + 24:
             axes.annotate(
                 "",
-                located[point],
+                place,
                 ((left + width / 2 - x) / scale, (low + height / 2 - y) / scale),
                 textcoords="offset points",
                 arrowprops={"arrowstyle": "-", "lw": 0.4, "shrinkA": 5, "shrinkB": 2},

@@ -16,13 +16,13 @@ def make_capture(positions=41, vocab=97, dim=5, bias=True, **changes):
     rng = np.random.default_rng(0)
     values = {
         "name": "made",
-        "table_VD": rng.normal(size=(vocab, dim)).astype(np.float32),
-        "bias_V": rng.normal(size=vocab).astype(np.float32) if bias else None,
-        "states": [rng.normal(size=(positions, dim)).astype(np.float32)],
-        "labels_N": rng.integers(0, vocab, positions),
+        "table": rng.normal(size=(vocab, dim)).astype(np.float32),
+        "bias": rng.normal(size=vocab).astype(np.float32) if bias else None,
+        "hidden": [rng.normal(size=(positions, dim)).astype(np.float32)],
+        "labels": rng.integers(0, vocab, positions),
         "ids": rng.integers(0, vocab, 300),
     }
-    return capture_lib.of_softmax(**values | changes)
+    return capture_lib.Capture.from_states(**values | changes)
 
 
 def log_probs(capture):
@@ -71,9 +71,9 @@ def test_the_spectrum_is_drawn_as_far_as_it_is_resolved(precision, floor):
 
 
 def test_a_head_by_itself_has_one_panel_and_a_caption_of_it():
-    bare = make_capture(states=(), labels_N=None, ids=None)
+    bare = make_capture(hidden=(), labels=None, ids=None)
     deep = make_capture(
-        states=[np.ones((41, 3)) + np.eye(41, 3)] * 2
+        hidden=[np.ones((41, 3)) + np.eye(41, 3)] * 2
         + [np.random.default_rng(3).normal(size=(41, 5))]
     )
     for capture, panels in ((bare, 1), (deep, 3)):
@@ -114,7 +114,7 @@ def test_the_loss_and_the_divergence_are_those_of_the_dense_matrix():
 
 
 def test_an_instrument_without_its_arrays_is_named_as_left_out():
-    bare = make_capture(states=(), labels_N=None, ids=None)
+    bare = make_capture(hidden=(), labels=None, ids=None)
     sections = inspection.sections([bare], list(inspection.INSTRUMENTS))
     titles = [section.title for section in sections]
     assert titles == ["Saturation", "What can be on top", "Left out"]
@@ -131,7 +131,7 @@ def test_heads_of_limited_rank_are_over_the_words_that_occur(monkeypatch):
 
     monkeypatch.setattr(lowrank, "cut", cut)
     words_N = np.random.default_rng(1).choice([5, 8, 60], 41)
-    capture = make_capture(labels_N=words_N)
+    capture = make_capture(labels=words_N)
     inspection.sections([capture], ["lowrank"])
     hidden_ND, labels_N, ranks, own = asked
     assert ranks == [1, 2, 4, 5]
@@ -179,6 +179,46 @@ def test_bad_arrays_and_unknown_instruments_are_errors():
     with pytest.raises(ValueError, match="telescope"):
         inspection.sections([make_capture()], ["telescope"])
     with pytest.raises(ValueError, match=r"\(41, 4\)"):
-        make_capture(states=[np.ones((41, 4))])
+        make_capture(hidden=[np.ones((41, 4))])
     with pytest.raises(ValueError, match="not finite"):
-        make_capture(table_VD=np.full((97, 5), np.nan))
+        make_capture(table=np.full((97, 5), np.nan))
+
+
+def test_files_of_arrays_are_mapped_and_stay_as_they_are(tmp_path):
+    made = make_capture()
+    hidden_ND = made.states[-1].astype(np.float16)
+    np.save(tmp_path / "hidden.npy", hidden_ND)
+    np.save(tmp_path / "table.npy", made.table_VE)
+    found = capture_lib.Capture.from_states(
+        tmp_path / "hidden.npy", str(tmp_path / "table.npy"), labels=range(41)
+    )
+    assert isinstance(found.tokens[0].hidden_TD, np.memmap)
+    assert found.tokens[0].hidden_TD.dtype == np.float16
+    np.testing.assert_array_equal(found.table_VE, made.table_VE)
+    np.testing.assert_array_equal(found.tokens[0].labels_T, np.arange(41))
+    np.savez(tmp_path / "all.npz", hidden=hidden_ND, table=made.table_VE)
+    with np.load(tmp_path / "all.npz") as stored:
+        packed = capture_lib.Capture.from_states(**stored)
+    # In memory, what is narrow is widened: sums of it would lose what they add.
+    assert packed.states[-1].dtype == np.float32
+    np.testing.assert_array_equal(packed.states[-1], hidden_ND)
+
+
+@pytest.mark.parametrize("entry", [0, 40])
+def test_arrays_are_looked_through_in_parts(entry, monkeypatch):
+    monkeypatch.setattr(capture_lib, "_READ", 12)
+    hidden_ND = make_capture().states[-1].copy()
+    make_capture(hidden=hidden_ND)
+    hidden_ND[entry, 3] = np.inf
+    with pytest.raises(ValueError, match="hidden has entries that are not finite"):
+        make_capture(hidden=hidden_ND)
+
+
+def test_what_is_no_array_is_refused(tmp_path):
+    (tmp_path / "text.npy").write_text("no array")
+    with pytest.raises(ValueError, match=r"hidden: .*text.npy is no .npy file"):
+        make_capture(hidden=tmp_path / "text.npy")
+    with pytest.raises(ValueError, match="table: .* is no .npy file"):
+        make_capture(table=tmp_path / "none.npy")
+    with pytest.raises(ValueError, match="table must be numbers"):
+        make_capture(table=np.full((97, 5), "x"))

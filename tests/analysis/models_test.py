@@ -22,7 +22,9 @@ def make_capture(name, seed=0, width=WIDTH, **changes):
     table_VD = random.normal(size=(WORDS, width)).astype(np.float32)
     states = [random.normal(size=(40, width)).astype(np.float32) for _ in range(2)]
     ids = np.random.default_rng(9).integers(0, WORDS, 41)
-    made = capture_lib.of_softmax(name, table_VD, None, states, ids[1:], ids=ids)
+    made = capture_lib.Capture.from_states(
+        states, table_VD, labels=ids[1:], name=name, ids=ids
+    )
     made = dataclasses.replace(made, parameters=1000 * width, facts=(f"of {name}",))
     return dataclasses.replace(made, **changes)
 

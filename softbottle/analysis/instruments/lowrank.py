@@ -159,8 +159,8 @@ def cut(
             f"states {hidden_ND.shape} and table {own.table_VD.shape} differ in width."
         )
     split = _split(hidden_ND, labels_N)
-    root_DD, basis_DD = _leading(split.hidden_SD, own.table_VD)
-    whole = _cut(root_DD, basis_DD, own, split.scale)
+    root_DD, basis_DD = leading(split.hidden_SD, own.table_VD)
+    whole = nearest(root_DD, basis_DD, own, split.scale)
 
     def loss(output, hidden_BD, labels_B):
         del labels_B
@@ -171,12 +171,53 @@ def cut(
         return heads.distill(student, teacher, reduction="mean")
 
     fit = _fit(loss, training)
-    starts = (_cut(root_DD, basis_DD[:, :rank], own, split.scale) for rank in ranks)
+    starts = (nearest(root_DD, basis_DD[:, :rank], own, split.scale) for rank in ranks)
     losses_R2 = np.array([_mean_losses(fit, start, split) for start in starts])
     before_R, after_R = losses_R2.T
     columns = np.array(ranks), after_R, _w_error(own.table_VD, ranks)
     own_loss = _mean_loss(whole, split.unseen_UD, split.follow_U)
     return LowRank(*columns, _knee(ranks, after_R), before_R, float(own_loss))
+
+
+def leading(
+    hidden_SD: np.ndarray | jax.Array, table_VD: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """L of H'H / S = L L', and the left singular vectors of L'W', the largest first."""
+    hidden_SD, table_VD = (
+        np.asarray(array, np.float64) for array in (hidden_SD, table_VD)
+    )
+    moment_DD = hidden_SD.T @ hidden_SD / len(hidden_SD)
+    # A trace of the identity, since states may leave directions empty.
+    moment_DD += 1e-6 * np.trace(moment_DD) / len(moment_DD) * np.eye(len(moment_DD))
+    root_DD = np.linalg.cholesky(moment_DD)
+    half_DD = root_DD.T @ (table_VD.T @ table_VD) @ root_DD
+    return root_DD, np.linalg.eigh(half_DD)[1][:, ::-1]
+
+
+def nearest(
+    root_DD: np.ndarray, basis_DR: np.ndarray, own: Own, scale: float
+) -> tuple[dict[str, jax.Array], jax.Array, jax.Array]:
+    """The nearest head through these directions, for states over `scale`.
+
+    Args:
+        root_DD: of `leading`, on such states.
+        basis_DR: of `leading`, the first R directions.
+        own: the model's own head, for states as they are.
+        scale: what the states were divided by.
+
+    Returns:
+        Parameters of `heads.lowrank(R)`, table and bias.
+    """
+    project_DR = np.linalg.solve(root_DD.T, basis_DR)
+    table_VR = own.table_VD @ (root_DD @ basis_DR) * scale
+    # A and B alike in size, so that one learning rate fits both.
+    sizes = [np.sqrt(np.mean(factor**2, axis=0)) for factor in (table_VR, project_DR)]
+    even_R = np.sqrt(np.maximum(sizes[0], 1e-30) / sizes[1])
+    balanced = (project_DR * even_R[None], table_VR / even_R[None], own.bias_V)
+    project_DE, table_VE, bias_V = (
+        jnp.asarray(array, jnp.float32) for array in balanced
+    )
+    return {"project_DE": project_DE}, table_VE, bias_V
 
 
 class _Split(NamedTuple):
@@ -196,33 +237,6 @@ def _split(hidden_ND, labels_N):
     return _Split(
         scale, hidden_ND[:seen], labels_N[:seen], hidden_ND[seen:], labels_N[seen:]
     )
-
-
-def _leading(hidden_SD, table_VD):
-    """L of H'H / S = L L', and the left singular vectors of L'W', the largest first."""
-    hidden_SD, table_VD = (
-        np.asarray(array, np.float64) for array in (hidden_SD, table_VD)
-    )
-    moment_DD = hidden_SD.T @ hidden_SD / len(hidden_SD)
-    # A trace of the identity, since states may leave directions empty.
-    moment_DD += 1e-6 * np.trace(moment_DD) / len(moment_DD) * np.eye(len(moment_DD))
-    root_DD = np.linalg.cholesky(moment_DD)
-    half_DD = root_DD.T @ (table_VD.T @ table_VD) @ root_DD
-    return root_DD, np.linalg.eigh(half_DD)[1][:, ::-1]
-
-
-def _cut(root_DD, basis_DR, own, scale):
-    """The nearest head through these directions, for states over `scale`."""
-    project_DR = np.linalg.solve(root_DD.T, basis_DR)
-    table_VR = own.table_VD @ (root_DD @ basis_DR) * scale
-    # A and B alike in size, so that one learning rate fits both.
-    sizes = [np.sqrt(np.mean(factor**2, axis=0)) for factor in (table_VR, project_DR)]
-    even_R = np.sqrt(np.maximum(sizes[0], 1e-30) / sizes[1])
-    balanced = (project_DR * even_R[None], table_VR / even_R[None], own.bias_V)
-    project_DR, table_VR, bias_V = (
-        jnp.asarray(array, jnp.float32) for array in balanced
-    )
-    return {"project_DE": project_DR}, table_VR, bias_V
 
 
 def _mean_losses(fit, start, split):

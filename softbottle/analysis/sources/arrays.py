@@ -19,12 +19,13 @@ import zlib
 
 import numpy as np
 
-from softbottle.analysis.capture import AttentionRows, Capture, Models, of_softmax
+from softbottle.analysis.capture import AttentionRows, Capture, Models
 
 INFLATED = 2**28
 RATIO = 16
 _HEADER = 2**14  # bytes that a header has at most; NumPy's own limit is 10,000
 _KINDS = "biufUS"
+_OF_HEAD = ("hidden", "table", "bias", "labels")
 _SIZES = ("parameters", "tokens", "loss")
 # What zipfile and NumPy raise for a file that is not as it should be.
 _DAMAGE = (
@@ -95,8 +96,8 @@ def _capture(name, arrays):
         raise ValueError(f"{texts} hold texts; only names may.")
     names, bare, rows, models = set(arrays), Capture(name), None, None
     if names >= {"hidden", "table"}:
-        states, labels_N = [arrays["hidden"]], arrays.get("labels")
-        bare = of_softmax(name, arrays["table"], arrays.get("bias"), states, labels_N)
+        own = {key: arrays[key] for key in _OF_HEAD if key in arrays}
+        bare = Capture.from_states(**own, name=name)
     if names >= {"logits", "values"}:
         rows = AttentionRows(arrays["logits"], arrays["values"])
     if names.issuperset(_SIZES):

@@ -18,8 +18,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from softbottle.analysis.capture import Capture, enough, of_softmax
+from softbottle.analysis.capture import Capture, enough
 from softbottle.analysis.sources import arrays as arrays_lib
+from softbottle.analysis.sources import texts as texts_lib
 from softbottle.data import vocab as vocab_lib
 from softbottle.ops.mixture.activations import SOFTMAX, Activation
 
@@ -32,7 +33,8 @@ class Reading(NamedTuple):
     """How a text is read.
 
     Attributes:
-        text: a file: ids if its name ends in .npy, else text for the model's tokenizer.
+        text: a file: ids if its name ends in .npy, else text for the model's tokenizer,
+            plain, .gz or .xz.
         positions: how many tokens the model reads; n-grams are counted in all of them.
             None reads `POSITIONS`, or `enough` of them for the model's width.
         window: S, tokens of the text that are read at a time.
@@ -109,13 +111,13 @@ def capture(
         ValueError: if the text is too short, or a window has more positions than the
             model.
     """
-    ids, front = _behind(ids, front)
+    ids, front = behind(ids, front)
     wanted = reading.positions or enough(model.table_VD.shape[1], POSITIONS)
     reading = reading._replace(positions=wanted)
     windows_WS = _windows(ids, reading, wanted)
     count, window = windows_WS.shape
     first = len(front.ids)
-    _check_limit(model, window, first)
+    check_limit(model, window, first)
 
     def read(ids_S):
         return trace(np.concatenate([np.asarray(front.ids, ids_S.dtype), ids_S]))
@@ -136,12 +138,12 @@ def capture(
         f"first {count * window:,}, in {count:,} {windows} of {window:,}, each from "
         "position 0."
     )
-    made = of_softmax(
-        model.name,
+    made = Capture.from_states(
+        states,
         model.table_VD,
         model.bias_V,
-        states,
-        labels_N=ids[1 : len(states[-1]) + 1],
+        labels=ids[1 : len(states[-1]) + 1],
+        name=model.name,
         ids=ids,
         frozen_MD=frozen_MD,
         activation=model.activation,
@@ -166,7 +168,7 @@ def token_ids(
         ids = arrays_lib.load_one(path)
     else:
         try:
-            text = path.read_text(encoding="utf-8-sig")
+            text = texts_lib.content(path).decode()
         except UnicodeDecodeError as error:
             raise ValueError(f"{path} is no text in UTF-8: {error}") from error
         ids = np.asarray(encode(text), np.int64)
@@ -178,6 +180,26 @@ def token_ids(
             f"the ids must lie in [0, {vocab}), got {ids.min()} to {ids.max()}."
         )
     return ids
+
+
+def behind(ids: np.ndarray, front: Front) -> tuple[np.ndarray, Front]:
+    """The text without the tokens in front, where it starts with them already."""
+    count = len(front.ids)
+    if not count or tuple(ids[:count].tolist()) != front.ids:
+        return ids, front
+    return ids[count:], front._replace(
+        note=f"{front.note} The text's own was taken off."
+    )
+
+
+def check_limit(model: Model, window: int, front: int) -> None:
+    """Raise ValueError if a window behind so many tokens is more than a model reads."""
+    if model.limit is not None and window + front > model.limit:
+        before = f" behind {front} before it" if front else ""
+        raise ValueError(
+            f"{model.name} has {model.limit:,} positions, fewer than a window of "
+            f"{window:,} tokens{before}; give --window={model.limit - front}."
+        )
 
 
 def imported(name: str, extra: str) -> ModuleType:
@@ -201,16 +223,6 @@ def first_line(error: Exception) -> str:
     return vocab_lib.printable(f"{type(error).__name__}: {lines[0][:200]}")
 
 
-def _behind(ids, front):
-    """The text without the tokens in front, where it starts with them already."""
-    count = len(front.ids)
-    if not count or tuple(ids[:count].tolist()) != front.ids:
-        return ids, front
-    return ids[count:], front._replace(
-        note=f"{front.note} The text's own was taken off."
-    )
-
-
 def _windows(ids, reading, positions):
     """As many whole windows as there are positions, with a label for the last."""
     _check_length(ids)
@@ -222,15 +234,6 @@ def _windows(ids, reading, positions):
 def _check_length(ids):
     if len(ids) < 3:
         raise ValueError(f"the text has {len(ids)} tokens; three or more are needed.")
-
-
-def _check_limit(model, window, front):
-    if model.limit is not None and window + front > model.limit:
-        before = f" behind {front} before it" if front else ""
-        raise ValueError(
-            f"{model.name} has {model.limit:,} positions, fewer than a window of "
-            f"{window:,} tokens{before}; give --window={model.limit - front}."
-        )
 
 
 def _with_attention(made, traces, front):

@@ -10,16 +10,31 @@ import gzip
 import lzma
 import pathlib
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
 from softbottle.analysis.capture import Capture, Text
 from softbottle.data import vocab as vocab_lib
 
-_OPENERS = {".gz": gzip.open, ".xz": lzma.open}
+_OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
 _WORKERS = 2
 _DIMENSIONS = 512  # of a next-word matrix, at most
+
+
+def files(path: pathlib.Path | str) -> list[pathlib.Path]:
+    """A file, or all the files below a folder, sorted.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    path = pathlib.Path(path)
+    if not path.exists():
+        raise ValueError(f"the text {path} is neither a file nor a folder.")
+    if path.is_file():
+        return [path]
+    return sorted(file for file in path.rglob("*") if file.is_file())
 
 
 def words(path: pathlib.Path | str) -> np.ndarray:
@@ -28,12 +43,7 @@ def words(path: pathlib.Path | str) -> np.ndarray:
     Raises:
         ValueError: if there are no words, or a file is no text.
     """
-    path = pathlib.Path(path)
-    if not path.exists():
-        raise ValueError(f"the text {path} is neither a file nor a folder.")
-    files = sorted(file for file in path.rglob("*") if file.is_file())
-    files = [path] if path.is_file() else files
-    chunks = (vocab_lib.Chunk(_content(file), str(file), 1) for file in files)
+    chunks = (vocab_lib.Chunk(content(file), str(file), 1) for file in files(path))
     numbering = vocab_lib.Numbering()
     parts = [
         numbering.number(part) for part in vocab_lib.numbered(chunks, False, _WORKERS)
@@ -72,7 +82,12 @@ def captures(paths: Sequence[pathlib.Path | str], vocab: int = 10_000) -> list[C
     ]
 
 
-def _content(path):
+def content(path: pathlib.Path) -> bytes:
+    """The bytes of a text, unpacked, without a byte order mark.
+
+    Raises:
+        ValueError: if a packed file is damaged or cut short.
+    """
     try:
         with _OPENERS.get(path.suffix, open)(path, "rb") as file:
             return file.read().removeprefix(codecs.BOM_UTF8)

@@ -103,20 +103,9 @@ def takes(activation: Activation) -> bool:
     return not activation.params
 
 
-def loss(
-    route: Route,
-    mixture: Mixture,
-    vocabulary: Vocabulary,
-    targets: Targets,
-    activation: Activation,
-    options: Options,
-    elsewhere: Elsewhere | None = None,
-) -> jax.Array:
-    """Weighted sum of the tokens' negative log-likelihoods, gradient in forward."""
-    _, *inputs, by_token = likelihood.vary(
-        (), mixture, vocabulary, (targets, elsewhere)
-    )
-    return _loss(route, activation, options, False, *inputs, *by_token)[0]
+def loss(route: Route, *inputs: Any) -> jax.Array:
+    """`Implementation.loss` on its inputs: its gradient is computed in forward."""
+    return loss_and_argmax(route, *inputs, argmax=False)[0]
 
 
 def loss_and_argmax(
@@ -126,11 +115,15 @@ def loss_and_argmax(
     targets: Targets,
     activation: Activation,
     options: Options,
+    elsewhere: Elsewhere | None = None,
+    *,
+    argmax: bool = True,
 ) -> tuple[jax.Array, jax.Array]:
-    """`loss`, and the most probable word of each token [T], of one component."""
-    _, *inputs, targets = likelihood.vary((), mixture, vocabulary, targets)
-    total, argmax_T = _loss(route, activation, options, True, *inputs, targets, None)
-    return total, argmax_T
+    """The loss, and the most probable word of each token [T], of one component."""
+    _, *inputs, by_token = likelihood.vary(
+        (), mixture, vocabulary, (targets, elsewhere)
+    )
+    return _loss(route, activation, options, argmax, *inputs, *by_token)
 
 
 def chunks(route: Route, context_TKE: Any, table_VE: Any, options: Options) -> int:

@@ -309,12 +309,12 @@ class _Inputs(NamedTuple):
     tiles of rows, it computes these and leaves the others of `e_RP` as they are.
     """
 
-    context_RQ: Any
-    table_PQ: Any
-    bias_P: Any
-    ref_R: Any = None
-    tilt_2R: Any = None
-    which: Any = None
+    context_RQ: jax.Array
+    table_PQ: jax.Array
+    bias_P: jax.Array
+    ref_R: jax.Array | None = None
+    tilt_2R: jax.Array | None = None
+    which: jax.Array | None = None
     e_RP: Any = None
 
 

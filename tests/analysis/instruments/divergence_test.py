@@ -49,7 +49,9 @@ def make_softmax(name="softmax", tokens=TOKENS, seed=1):
     hidden_ND = rng.normal(size=(tokens, 5))
     labels_T = np.random.default_rng(9).integers(WORDS, size=tokens)
     arrays = [array.astype(np.float32) for array in (table_VD, bias_V, hidden_ND)]
-    made = capture.of_softmax(name, arrays[0], arrays[1], [arrays[2]], labels_T)
+    made = capture.Capture.from_states(
+        arrays[2], arrays[0], arrays[1], labels_T, name=name
+    )
     table_VD, bias_V, hidden_ND = (array.astype(np.float64) for array in arrays)
     logits_NV = hidden_ND @ table_VD.T + bias_V[None]
     return made, logits_NV - np.log(np.exp(logits_NV).sum(axis=1, keepdims=True))

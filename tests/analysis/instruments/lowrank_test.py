@@ -58,8 +58,10 @@ def test_a_cut_is_the_nearest_head_of_its_rank_in_the_logits_of_the_states():
     hidden_ND = hidden_ND * np.geomspace(1, 30, WIDTH)[None]
     own = lowrank.Own(table_VD, np.linspace(-1, 1, WORDS))
     split = lowrank._split(hidden_ND, labels_N)
-    root_DD, basis_DD = lowrank._leading(split.hidden_SD, table_VD)
-    params, table_VR, bias_V = lowrank._cut(root_DD, basis_DD[:, :3], own, split.scale)
+    root_DD, basis_DD = lowrank.leading(split.hidden_SD, table_VD)
+    params, table_VR, bias_V = lowrank.nearest(
+        root_DD, basis_DD[:, :3], own, split.scale
+    )
     found_SV = split.hidden_SD @ params["project_DE"] @ table_VR.T
     logits_SV = hidden_ND[: len(found_SV)] @ table_VD.T
     left, sigma, right = np.linalg.svd(logits_SV, full_matrices=False)

@@ -180,7 +180,7 @@ DOORS = {
         np.zeros(30),
         np.zeros(30, int),
     ),
-    "captured": lambda: capture.of_softmax("a", COMPLEX, None, [COMPLEX.real]),
+    "captured": lambda: capture.Capture.from_states([COMPLEX.real], COMPLEX),
 }
 
 

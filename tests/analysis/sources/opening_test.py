@@ -7,7 +7,7 @@ import pytest
 
 from softbottle.analysis import inspection, pair
 from softbottle.analysis.instruments import saturation
-from softbottle.analysis.sources import hugging_face, opening
+from softbottle.analysis.sources import hugging_face, opening, pretrained
 from softbottle.analysis.sources.reading import Reading
 from tests import commands
 from tests.analysis.inspection_test import make_arrays
@@ -34,11 +34,11 @@ def test_a_hub_model_s_revision_is_what_transformers_is_asked_for(
 ):
     asked = []
 
-    def read(source, reading, **options):
+    def load(source, attention, **options):
         asked.append(source)
         raise OSError("nothing is downloaded here")
 
-    monkeypatch.setattr(hugging_face, "_read", read)
+    monkeypatch.setattr(pretrained, "_load", load)
     with pytest.raises(OSError):
         hugging_face.from_hf("some/model", Reading("text"), "step1000")
     (source,) = asked

@@ -13,7 +13,7 @@ from scipy import special
 
 from softbottle.analysis import inspection, pair
 from softbottle.analysis.instruments import predictions
-from softbottle.analysis.sources import hugging_face
+from softbottle.analysis.sources import gguf, hugging_face
 from softbottle.analysis.sources.reading import Reading
 from tests import commands
 
@@ -313,6 +313,22 @@ def test_of_a_gguf_file_transformers_is_asked_for_that_file_alone(
         hugging_face.from_gguf(path, Reading(make_ids(tmp_path)))
     with pytest.raises(ValueError, match="is no file"):
         hugging_face.from_gguf(tmp_path / "none.gguf", Reading(make_ids(tmp_path)))
+
+
+@pytest.mark.parametrize("names", [["F32", "F16"], ["Q4_1", "F32", "Q4_1"]])
+def test_quantized_weights_are_told(tmp_path, monkeypatch, names):
+    tensors = [
+        types.SimpleNamespace(name="w", tensor_type=types.SimpleNamespace(name=name))
+        for name in names
+    ]
+    reader = types.SimpleNamespace(tensors=tensors, get_field=lambda key: None)
+    stand_in = types.SimpleNamespace(GGUFReader=lambda path: reader)
+    monkeypatch.setitem(sys.modules, "gguf", stand_in)
+    monkeypatch.setitem(sys.modules, "accelerate", types.SimpleNamespace())
+    (tmp_path / "a.gguf").write_bytes(b"GGUF")
+    facts = gguf.read(tmp_path / "a.gguf").facts
+    told = ("Quantized weights: the file's tensors are 2 Q4_1, 1 F32.",)
+    assert facts == (told if "Q4_1" in names else ())
 
 
 @needs_torch

@@ -1,5 +1,7 @@
 """How a pretrained model reads a text, with a model that is a few lines of NumPy."""
 
+import lzma
+
 import numpy as np
 import pytest
 
@@ -167,3 +169,13 @@ def test_ids_in_a_file_that_lies_and_text_that_is_none_are_errors(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"caf\xe9")
     with pytest.raises(ValueError, match="a.txt is no text in UTF-8"):
         reading.token_ids(Reading(tmp_path / "a.txt"), VOCAB, list)
+
+
+def test_a_packed_text_is_the_text(tmp_path):
+    (tmp_path / "a.txt.xz").write_bytes(lzma.compress("\ufeffcafé".encode()))
+    ids = reading.token_ids(
+        Reading(tmp_path / "a.txt.xz"),
+        256,
+        lambda text: [ord(letter) for letter in text],
+    )
+    assert ids.tolist() == [ord(letter) for letter in "café"]

@@ -1,0 +1,108 @@
+"""The rows of a retrofit as pictures."""
+
+import itertools
+from collections.abc import Sequence
+
+import matplotlib.backends.backend_agg
+import matplotlib.ticker
+import numpy as np
+
+from softbottle import drawing
+from softbottle.experiments import frontier_plot
+from softbottle.experiments.retrofit_arms import OWN, SOFTMAX
+from softbottle.experiments.retrofit_report import Point
+
+# Titles; the field of a row and the unit that it is drawn in.
+_COSTS = {
+    "parameters, millions": ("parameters", 1e-6),
+    "table in bfloat16, MB": ("table_bytes", 1e-6),
+    "Mflop per token": ("flop", 1e-6),
+}
+_STYLES = ("-", "--", ":", "-.")
+
+
+def costs(found: Sequence[Point]) -> drawing.Figure:
+    """Loss and KL by what a head costs; softmaxes of all ranks are a dashed line."""
+    figure = drawing.Figure(figsize=(15, 9))
+    matplotlib.backends.backend_agg.FigureCanvasAgg(figure)
+    panels = figure.subplots(2, 3)
+    drawn = []
+    own = [point.mean("loss") for point in found if point.arm == OWN]
+    kinds = {"loss": "held-out loss minus own, nats", "kl": "KL to the own head, nats"}
+    for row, (field, name) in zip(panels, kinds.items(), strict=True):
+        base = own[0] if own and field == "loss" else 0.0
+        for axes, (title, (cost, unit)) in zip(row, _COSTS.items(), strict=True):
+            places = [(p.mean(cost) * unit, p.mean(field) - base) for p in found]
+            _scatter(axes, found, places)
+            axes.set(xlabel=title, ylabel=name if axes is row[0] else "")
+            drawn.append((axes, places))
+    # Sizes of texts are known only once everything else has its place.
+    figure.draw_without_rendering()
+    for axes, places in drawn:
+        named = zip(places, map(_label, found), map(_color, found), strict=True)
+        frontier_plot.name_points(axes, [*named])
+    return figure
+
+
+def frequencies(found: Sequence[Point]) -> drawing.Figure:
+    """Loss less the own head's by the frequency of the word; one width of tables."""
+    figure = drawing.Figure(figsize=(9, 5))
+    axes = figure.subplots()
+    axes.set(
+        xlabel="decile of the training tokens, most frequent words first",
+        ylabel="held-out loss minus own, nats",
+    )
+    own = [point for point in found if point.arm == OWN]
+    others = [point for point in found if point.arm != OWN]
+    if not own or not others:
+        axes.text(0.5, 0.5, "nothing to compare", ha="center")
+        return figure
+    base_N = _deciles(own[0])
+    styles: dict[str, itertools.cycle[str]] = {}
+    for point in others:
+        if point.asked == others[0].asked:
+            color = _color(point)
+            style = next(styles.setdefault(color, itertools.cycle(_STYLES)))
+            gap_N = _deciles(point) - base_N
+            places = np.arange(1, len(gap_N) + 1)
+            axes.plot(
+                places, gap_N, style, color=color, marker=".", label=_label(point)
+            )
+    axes.axhline(0, color=drawing.GRAY, lw=0.6)
+    drawing.label(axes)
+    return figure
+
+
+def _scatter(axes, found, places):
+    # The own head is where softmaxes end that are to give its distribution back.
+    distilled = found[-1].runs[0]["objective"] == "distill"
+    ranks = (SOFTMAX, OWN) if distilled else (SOFTMAX,)
+    line = sorted(
+        place
+        for point, place in zip(found, places, strict=True)
+        if point.arm.startswith(ranks)
+    )
+    if len(line) > 1:
+        axes.plot(*zip(*line, strict=True), "--", color=drawing.BLACK, lw=1, zorder=1)
+    for point, place in zip(found, places, strict=True):
+        axes.plot(*place, "o", color=_color(point), markersize=6)
+    axes.set_xscale("log")
+    axes.margins(0.1)
+    axes.xaxis.set_major_locator(matplotlib.ticker.LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter("{x:.4g}")
+    axes.xaxis.set_minor_locator(matplotlib.ticker.NullLocator())
+
+
+def _label(point):
+    return point.arm if point.asked is None else f"{point.arm} {point.width}"
+
+
+def _deciles(point):
+    """Loss by decile, mean over the seeds; NaN where there is no token."""
+    runs = [[part["loss"] for part in row["deciles"]] for row in point.runs]
+    return np.mean(np.array(runs, float), axis=0)
+
+
+def _color(point):
+    name = SOFTMAX if point.arm == OWN else point.arm.partition("-")[0]
+    return drawing.HEADS.get(name, drawing.GRAY)

@@ -1,0 +1,444 @@
+"""Other heads on a model that exists: they start as its own, learn, and are judged."""
+
+import dataclasses
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import special
+
+from softbottle import heads
+from softbottle.analysis.capture import Capture, Tokens
+from softbottle.experiments import (
+    retrofit,
+    retrofit_arms,
+    retrofit_data,
+    retrofit_report,
+    retrofit_scores,
+    retrofit_trial,
+)
+from softbottle.experiments.retrofit_trial import Training
+from tests import commands
+
+STATES, DIM, VOCAB = 900, 6, 41
+
+
+def make_capture(seed=0, **changes):
+    """A softmax's states, with labels of two softmaxes in turn."""
+    rng = np.random.default_rng(seed)
+    hidden_ND = 3 * rng.normal(size=(STATES, DIM)).astype(np.float32)
+    values = {
+        "hidden": hidden_ND,
+        "table": rng.normal(size=(VOCAB, DIM)).astype(np.float32) / 3,
+        "bias": rng.normal(size=VOCAB).astype(np.float32),
+        "name": "made",
+    }
+    logits_NV = values["hidden"] @ values["table"].T
+    logits_NV[::2] = logits_NV[::2, ::-1]
+    noise_NV = rng.gumbel(size=logits_NV.shape)
+    values["labels"] = np.argmax(logits_NV + noise_NV, axis=1)
+    return Capture.from_states(**values | changes)
+
+
+@pytest.fixture(scope="module")
+def problem():
+    return retrofit_data.make(make_capture())
+
+
+def own_log_probs(capture, rows):
+    """The model's own, in float64, in its own units and order of words."""
+    hidden_ND = capture.tokens[0].hidden_TD[rows].astype(np.float64)
+    logits_NV = hidden_ND @ capture.table_VE.T.astype(np.float64) + capture.bias_V
+    return special.log_softmax(logits_NV, axis=1)
+
+
+def heldout_rows():
+    """Rows that are reported: the second half of the last twentieth."""
+    count = round(0.05 * STATES)
+    return np.arange(STATES - count + count // 2, STATES)[: count // 2]
+
+
+def scored(problem, made, batch=16):
+    options = Training(1, 1, 0.1).options
+    sums = retrofit_scores.evaluate(problem, made, problem.heldout, batch, options)
+    count = sums.tokens_N.sum()
+    return sums.nll_N.sum() / count, sums.kl / count
+
+
+# Numbers of components do not matter to a start; every kind of head does.
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    ["softmax", "affine", "moc-4", "mos-2", "partition-4", "mixtape-4", "mos-3-linear"],
+)
+def test_at_step_0_the_loss_is_the_model_s_own(problem, name):
+    capture, rows = make_capture(), heldout_rows()
+    log_p_NV = own_log_probs(capture, rows)
+    expected = -log_p_NV[np.arange(len(rows)), capture.tokens[0].labels_T[rows]].mean()
+    begun = retrofit_arms.start(problem, name, None, seed=3)
+    loss, kl = scored(problem, begun)
+    assert loss == pytest.approx(expected, rel=2e-6)
+    assert kl == pytest.approx(0, abs=2e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["softmax", "mos-2"])
+def test_a_narrow_table_starts_as_the_nearest_of_its_rank(problem, name):
+    capture = make_capture()
+    begun = retrofit_arms.start(problem, name, 3, seed=0)
+    made = (begun.params, begun.table_VE, begun.bias_V)
+    train = len(problem.sample(10**6))  # whole stretches
+    hidden_TD, _ = problem.train.between(0, train)
+    log_q_TV = np.asarray(jax.jit(begun.head.log_probs)(*made, hidden_TD), np.float64)
+    # The best logits of rank 3, by the singular values of all of them.
+    all_TV = capture.tokens[0].hidden_TD[:train].astype(float) @ capture.table_VE.T
+    left, sigma, right = np.linalg.svd(all_TV, full_matrices=False)
+    best_TV = (left[:, :3] * sigma[:3]) @ right[:3] + capture.bias_V
+    expected_TV = special.log_softmax(best_TV, axis=1)[:, problem.order_V]
+    np.testing.assert_allclose(log_q_TV, expected_TV, atol=5e-3)
+
+
+@pytest.mark.slow
+def test_what_is_lowered_is_the_dense_loss_and_the_dense_divergence(problem):
+    own, begun = retrofit_arms.own(problem), retrofit_arms.start(problem, "mos-3", 4, 0)
+    rng = np.random.default_rng(5)
+    params = jax.tree.map(
+        lambda leaf: leaf + 0.3 * rng.normal(size=leaf.shape).astype(np.float32),
+        begun.params,
+    )
+    hidden_TD, labels_T = problem.train.between(0, 29)
+
+    def dense(learned):
+        log_prior_TK, context_TKE = begun.head.mix(learned["params"], hidden_TD)
+        logits = jnp.einsum("tke,ve->tkv", context_TKE, learned["table_VE"])
+        logits += learned["bias_V"][None, None]
+        log_q = jax.nn.log_softmax(logits, axis=2) + log_prior_TK[:, :, None]
+        log_q_TV = jax.nn.logsumexp(log_q, axis=1)
+        log_p_TV = jax.nn.log_softmax(hidden_TD @ own.table_VE.T + own.bias_V[None])
+        kl = jnp.sum(jnp.exp(log_p_TV) * (log_p_TV - log_q_TV), axis=1).mean()
+        nll = -log_q_TV[jnp.arange(29), labels_T].mean()
+        return nll + kl, {"words": nll, "distill": kl, "both": nll + kl}
+
+    def lowered(learned, objective):
+        training = Training(1, 1, 0.1, objective, "none")
+        arrays = (begun, own, hidden_TD, labels_T, training)
+        return retrofit_trial.loss(learned, *arrays)
+
+    learned = {"params": params, "table_VE": begun.table_VE, "bias_V": begun.bias_V}
+    (_, expected), by = jax.jit(jax.value_and_grad(dense, has_aux=True))(learned)
+    run = jax.jit(lowered, static_argnums=1)
+    for objective in ("words", "distill"):
+        value = float(run(learned, objective))
+        assert value == pytest.approx(float(expected[objective]), rel=1e-5)
+    value, grads = jax.jit(jax.value_and_grad(lowered), static_argnums=1)(
+        learned, "both"
+    )
+    assert float(value) == pytest.approx(float(expected["both"]), rel=1e-5)
+    jax.tree.map(
+        lambda mine, theirs: np.testing.assert_allclose(
+            mine, theirs, rtol=1e-4, atol=1e-6
+        ),
+        grads,
+        by,
+    )
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("retrofit")
+    grid = retrofit.Grid(["moc-2", "mos-2"], rates=(0.03, 1e-4))
+    training = Training(60, 64, 0.0)
+    facts = ("Quantized weights: made up.",)
+    capture = dataclasses.replace(make_capture(), facts=facts)
+    rows = retrofit.run(capture, workdir, grid, training, digest="d")
+    return workdir, rows, (capture, grid, training)
+
+
+@pytest.mark.slow
+def test_rows_say_what_was_gained_and_what_it_took(compared):
+    _, rows, _ = compared
+    own, *others = rows
+    assert own["arm"] == "own" and own["kl"] == pytest.approx(0, abs=1e-6)
+    assert len(others) == 6, "two arms at two rates, and a second seed at the best"
+    for row in others:
+        assert row["start_loss"] == pytest.approx(own["loss"], rel=2e-6)
+        assert row["parameters"] == 2 * DIM * (DIM + 1) + 2 * DIM + VOCAB * (DIM + 1)
+        tokens = [part["tokens"] for part in row["deciles"]]
+        assert sum(tokens) == row["heldout_tokens"] == len(heldout_rows())
+        losses = [part["loss"] or 0.0 for part in row["deciles"]]
+        assert np.dot(tokens, losses) / sum(tokens) == pytest.approx(row["loss"])
+        assert sum(row["prior"]) == pytest.approx(1, rel=1e-5)
+    best = [row for row in others if row["seed"] == 1]
+    assert {row["rate"] for row in best} == {0.03}
+    assert all(row["loss"] < own["loss"] - 0.02 for row in best)
+    by_arm = {row["arm"]: row for row in best}
+    assert by_arm["moc-2"]["rank"] == DIM + 2 < by_arm["mos-2"]["rank"]
+    assert "responsibilities" in by_arm["mos-2"]
+    assert "responsibilities" not in by_arm["moc-2"]
+    flop = {row["arm"]: row["flop"] for row in best}
+    assert flop["mos-2"] - flop["moc-2"] == 2 * DIM * VOCAB
+
+
+@pytest.mark.slow
+def test_started_again_it_trains_nothing_and_reports_the_same(compared, monkeypatch):
+    workdir, rows, (capture, grid, training) = compared
+    lines = (workdir / "retrofit.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == rows
+    page = (workdir / "retrofit.md").read_text()
+    monkeypatch.setattr(retrofit_trial, "fit", None)
+    again = retrofit.run(capture, workdir, grid, training, digest="d")
+    assert again == rows and (workdir / "retrofit.md").read_text() == page
+    assert retrofit_report.RULE in page and "contamination" in page
+    assert "Quantized weights" in page and "| mos-2 | 6 | moc-2 |" in page
+    for name in ("retrofit.png", "retrofit-words.png"):
+        assert (workdir / name).read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(ValueError, match="of other settings or of another text"):
+        retrofit.run(capture, workdir, grid, training, digest="another")
+
+
+@pytest.mark.slow
+def test_without_time_the_page_says_what_is_missing(tmp_path):
+    grid = retrofit.Grid(["moc-2"], seeds=1)
+    training = Training(2, 64, 0.0)
+    rows = retrofit.run(make_capture(), tmp_path, grid, training, minutes=0)
+    assert rows == [] and not (tmp_path / "retrofit.md").exists()
+    own = retrofit.run(make_capture(), tmp_path, grid._replace(arms=[]), training)
+    assert [row["arm"] for row in own] == ["own"]
+    retrofit.run(make_capture(), tmp_path, grid, training, minutes=0)
+    page = (tmp_path / "retrofit.md").read_text()
+    assert page.startswith("# Other heads on made: partial")
+    assert "- moc-2 at 0.001, seed 0" in page
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("freeze", retrofit_trial.FROZEN)
+def test_a_frozen_table_stays_and_another_learns(problem, freeze):
+    begun = retrofit_arms.start(problem, "moc-2", 3, 0)
+    training = Training(20, 64, 0.03, "distill", freeze)
+    made, told = retrofit_trial.fit(problem, begun, training, seed=0)
+    same = [
+        np.array_equal(made.table_VE, begun.table_VE),
+        np.array_equal(made.bias_V, begun.bias_V),
+    ]
+    assert same == [freeze == "table"] * 2
+    assert not np.array_equal(made.params["project_DE"], begun.params["project_DE"])
+    assert scored(problem, made)[1] < scored(problem, begun)[1]
+    assert told["step_ms"] > 0
+    late = retrofit_trial.fit(problem, begun, training, seed=0, deadline=-math.inf)
+    assert late is None
+
+
+@pytest.mark.slow
+def test_a_loss_that_is_lost_is_an_outcome(tmp_path):
+    grid = retrofit.Grid(["moc-2-linear"], seeds=1, rates=(1e30,))
+    rows = retrofit.run(make_capture(), tmp_path, grid, Training(60, 64, 0.0))
+    assert "the loss of step" in rows[-1]["failed"]
+    assert rows[-1]["failed"] in (tmp_path / "retrofit.md").read_text()
+
+
+def make_rows(arm, losses, rate=0.1, valid=None, asked=None, spread=0.0):
+    regions = np.linspace(-1, 1, 8) * spread
+    return [
+        {
+            **{"arm": arm, "asked_width": asked, "width": 6, "rate": rate},
+            **{
+                "seed": seed,
+                "loss": loss,
+                "valid": loss if valid is None else valid,
+            },
+            **{"regions": (loss + regions).tolist(), "kl": loss / 2},
+            "kl_regions": (loss / 2 + regions).tolist(),
+        }
+        for seed, loss in enumerate(losses)
+    ]
+
+
+@pytest.mark.parametrize(
+    "mixture, spread, verdict",
+    [
+        ([2.97, 2.98], 0.0, "an effect"),
+        ([2.992, 2.993], 0.0, "no effect"),  # beyond three deviations, below 0.01
+        ([2.90, 3.02], 0.0, "no effect"),  # large, within three deviations of seeds
+        ([2.97, 2.98], 0.1, "no effect"),  # and within three of the text
+        ([3.04, 3.03], 0.0, "worse"),
+        ([2.97], 0.0, "one seed decides nothing"),
+    ],
+)
+def test_the_decision_rule(mixture, spread, verdict):
+    control = make_rows("moc-4", [3.0, 3.001] if len(mixture) > 1 else [3.0])
+    found = retrofit_report.points(
+        make_rows("own", [3.1], 0.0)
+        + control
+        + make_rows("mos-4", mixture, spread=spread)
+    )
+    (difference,) = retrofit_report.differences(found)
+    assert difference.nats == pytest.approx(np.mean(mixture) - 3, abs=1e-3)
+    assert difference.verdict == verdict
+
+
+def test_a_narrow_head_is_judged_by_softmaxes_of_its_cost():
+    rows = make_rows("mos-4", [2.0, 2.002], asked=3)
+    rows += make_rows("softmax-flop:mos-4", [2.2, 2.202], asked=3)
+    rows += make_rows("softmax-parameters:mos-4", [1.9, 1.902], asked=3)
+    rows += make_rows("softmax-flop:mos-4", [9.0, 9.002], asked=4)
+    found = retrofit_report.against_costs(retrofit_report.points(rows))
+    told = [(each.control, round(each.nats, 6), each.verdict) for each in found]
+    assert told == [
+        ("softmax-flop:mos-4", -0.1, "an effect"),
+        ("softmax-parameters:mos-4", 0.05, "worse"),
+    ]
+
+
+def test_the_rate_is_chosen_by_other_regions_than_those_reported():
+    rows = make_rows("mos-4", [2.0], 0.1, valid=3.0)
+    rows += make_rows("mos-4", [2.5], 0.2, valid=2.9)
+    assert retrofit_report.best_rate(rows, "mos-4", None) == 0.2
+    (point,) = retrofit_report.points(rows)
+    assert point.mean("loss") == 2.5
+    grid = retrofit.Grid(["mos-4"], rates=(0.1, 0.2))
+    keys = retrofit.missing(grid, Training(1, 1, 0.0), rows)
+    assert keys == [retrofit.Key("own", None, 0.0, 0), ("mos-4", None, 0.2, 1)]
+
+
+@pytest.mark.slow
+def test_rows_are_read_across_blocks():
+    hidden_ND = np.arange(60, dtype=np.float32).reshape(30, 2)
+    labels_N = np.arange(30)
+    cuts = [0, 7, 8, 21, 30]
+    blocks = [
+        Tokens(hidden_ND[a:b], labels_N[a:b])
+        for a, b in zip(cuts, cuts[1:], strict=False)
+    ]
+    rows = retrofit_data.Rows(blocks, scale=2.0)
+    for first, stop in ((0, 30), (6, 9), (8, 21), (20, 22), (29, 30)):
+        found, labels = rows.between(first, stop)
+        np.testing.assert_array_equal(found, hidden_ND[first:stop] / 2)
+        np.testing.assert_array_equal(labels, labels_N[first:stop])
+    # Of four rows, none across the end of a block.
+    assert rows.stretches(4).tolist() == [0, 8, 12, 16, 21, 25]
+    held = retrofit_data.Rows(blocks, scale=2.0, on_device=True)
+    for each in (rows, held):
+        found, labels = each.take(np.array([12, 0]), 4)
+        order = [*range(12, 16), *range(4)]
+        np.testing.assert_array_equal(found, hidden_ND[order] / 2)
+        np.testing.assert_array_equal(labels, order)
+    halves = [
+        retrofit_data.halves(part) for part in (blocks, [Tokens(hidden_ND, labels_N)])
+    ]
+    for one, other in zip(*halves, strict=True):
+        joined = [np.concatenate([b.labels_T for b in each]) for each in (one, other)]
+        np.testing.assert_array_equal(*joined)
+        assert len(joined[0]) == 15
+
+
+def test_a_pass_sees_every_stretch_once_in_an_order_of_its_own(problem):
+    rows = problem.train
+    steps = retrofit_data.steps_per_pass(rows, 256)
+    walks = [
+        [labels_T.tolist() for _, labels_T in retrofit_data.batches(rows, 256, n, seed)]
+        for n, seed in ((2 * steps, 0), (2 * steps, 0), (2 * steps, 1))
+    ]
+    assert walks[0] == walks[1] != walks[2] and len(walks[0]) == 2 * steps
+    once = sorted(sum(walks[0][:steps], []))
+    assert once == sorted(sum(walks[0][steps:], [])) and len(once) == steps * 256
+    assert walks[0][:steps] != walks[0][steps:]
+
+
+def test_training_and_held_out_text_are_regions_apart(problem):
+    capture = make_capture()
+    labels_N = capture.tokens[0].labels_T
+    # Regions of 22 in turn; the last has one.
+    places = [range(855), [*range(855, 877), 899], range(877, 899)]
+    for rows, place in zip(
+        (problem.train, problem.valid, problem.heldout), places, strict=True
+    ):
+        np.testing.assert_array_equal(problem.order_V[rows.labels_N], labels_N[place])
+    counts_V = np.bincount(labels_N[:855], minlength=VOCAB)
+    assert np.all(np.diff(counts_V[problem.order_V]) <= 0)
+    hidden_TD, _ = problem.train.between(0, 855)
+    assert np.mean(np.square(hidden_TD)) == pytest.approx(1, rel=0.05)
+
+
+def test_the_softmax_that_is_matched_has_the_cost_of_its_rival():
+    rng = np.random.default_rng(0)
+    table = rng.normal(size=(500, 60)).astype(np.float32)
+    hidden = rng.normal(size=(400, 60)).astype(np.float32)
+    capture = Capture.from_states(hidden, table, None, rng.integers(0, 500, 400))
+    made = retrofit_data.make(capture)
+    rival = retrofit_arms.expected_costs(made, "mos-4", 8)
+    assert rival.flop == 2 * (4 * 60 * 8 + 60 * 4 + 60 * 8 + 4 * 500 * 8)
+    assert rival.parameters == 4 * 61 * 8 - 0 + 60 * 4 + 60 * 8 + 500 * 9 - 4 * 8 + 32
+    flop = retrofit_arms.expected_costs(made, "softmax-flop:mos-4", 8)
+    assert flop.flop == pytest.approx(rival.flop, abs=560 * 2)
+    same = retrofit_arms.expected_costs(made, "softmax-parameters:mos-4", 8)
+    assert same.parameters == pytest.approx(rival.parameters, abs=560)
+    mixtape = retrofit_arms.expected_costs(made, "mixtape-4", 8)
+    plain = retrofit_arms.expected_costs(made, "moc-4", 8)
+    # Three more products with a tenth of the words, and the gates.
+    gates = 3 * 60 * 16 + 3 * 60 + 50 * 16
+    assert mixtape.flop - plain.flop == 2 * (3 * 50 * 8 + gates - 60 * 4)
+    whole = retrofit_arms.expected_costs(made, "softmax-flop:mos-8", 50)
+    assert whole == retrofit_arms.costs(retrofit_arms.own(made))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["mos", "mos-4-tanh", "sigsoftmax", "softmax-flop:softmax", "softmax-flop:x"],
+)
+def test_an_arm_that_there_is_not_is_refused(tmp_path, name):
+    with pytest.raises(ValueError, match="no arm is called|matched to another"):
+        retrofit.run(
+            make_capture(), tmp_path / "new", retrofit.Grid([name]), Training(1, 1, 0.0)
+        )
+    assert not (tmp_path / "new").exists()
+
+
+def test_models_that_others_cannot_start_from_are_refused():
+    capped = heads.softcap(3.0).activation({})
+    with pytest.raises(ValueError, match="no softmax"):
+        retrofit_data.make(make_capture(activation=capped))
+    with pytest.raises(ValueError, match="no labels_T"):
+        retrofit_data.make(make_capture(labels=None))
+    with pytest.raises(ValueError, match="mean square is 0"):
+        retrofit_data.make(make_capture(hidden=np.zeros((STATES, DIM), np.float32)))
+    with pytest.raises(ValueError, match=r"width must lie in \[1, 6\], got 7"):
+        retrofit_arms.start(retrofit_data.make(make_capture()), "moc-2", 7, 0)
+
+
+@pytest.mark.slow
+def test_states_of_any_framework_are_enough_for_the_command(tmp_path):
+    capture = make_capture()
+    hidden_ND, labels_N = capture.tokens[0]
+    arrays = {"states": hidden_ND, "labels": labels_N, "table": capture.table_VE}
+    for name, array in arrays.items():
+        np.save(tmp_path / f"{name}.npy", array)
+    flags = [
+        f"--states={tmp_path}",
+        "--width=4",
+        "--objective=distill",
+        "--freeze=none",
+    ]
+    flags += ["--arms=softmax", "--batch=64", "--steps=3", "--seeds=1", "--keep"]
+    started = [
+        commands.start("retrofit.py", *flags, f"--workdir={tmp_path / 'run'}"),
+        commands.start("retrofit.py", *flags, f"--workdir={tmp_path}", "--unfreeze"),
+    ]
+    done, unfrozen = map(commands.finish, started)
+    assert done.code == 0, done.errors[-2000:]
+    rows = (tmp_path / "run" / "retrofit.jsonl").read_text().splitlines()
+    own, softmax = map(json.loads, rows)
+    assert softmax["width"] == 4 and own["width"] == DIM
+    assert softmax["kl"] < softmax["start_kl"] + 0.01
+    # The head that was kept says what its row says, in the model's own tokens.
+    saved = np.load(tmp_path / "run" / "heads" / "softmax-4-0.001-0.npz")
+    context_NE = hidden_ND[heldout_rows()] / saved["scale"] @ saved["params.project_DE"]
+    log_q_NV = special.log_softmax(
+        context_NE @ saved["table"].T + saved["bias"], axis=1
+    )
+    words_N = np.argsort(saved["order"])[labels_N[heldout_rows()]]
+    loss = -log_q_NV[np.arange(len(words_N)), words_N].mean()
+    assert loss == pytest.approx(softmax["loss"], rel=1e-5)
+    assert unfrozen.code == 2 and "--unfreeze needs the model" in unfrozen.errors
