@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from softbottle.heads import checks, objective
 from softbottle.heads.base import Head, Params
-from softbottle.ops.mixture import reductions
+from softbottle.ops.mixture import reductions, word_scores
 from softbottle.ops.mixture.arrays import without_padding
 from softbottle.ops.mixture.likelihood import word_ids
 from softbottle.ops.mixture.options import DEFAULTS, Options, check_range
@@ -142,7 +142,7 @@ def _from_scores(temperature, options, scores, log_p_CV, _):
     score_CV = score_CV[:, :words]
     if temperature != 1:
         score_CV = score_CV / temperature
-        lse_C = reductions.joint_lse(score_CV, options)
+        lse_C = word_scores.joint_lse(score_CV, options)
     return reductions.divergence_of_scores(log_p_CV, score_CV, lse_C)
 
 

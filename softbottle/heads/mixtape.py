@@ -29,7 +29,14 @@ from softbottle import ops
 from softbottle.heads import base, checks, contexts
 from softbottle.heads.base import Mixture, Params
 from softbottle.heads.predictions import States
-from softbottle.ops.mixture import decode, gated, likelihood, reductions, shards
+from softbottle.ops.mixture import (
+    decode,
+    gated,
+    likelihood,
+    reductions,
+    shards,
+    word_scores,
+)
 from softbottle.ops.mixture.activations import DEAD, SOFTMAX
 from softbottle.ops.mixture.arrays import Elsewhere, Targets, Vocabulary
 from softbottle.ops.mixture.likelihood import word_ids
@@ -99,17 +106,17 @@ class Pieces(NamedTuple):
         context_TKE = self.mixture.context_TKE
         shared = (
             jax.tree.map(lambda array: array.astype(wide), self.frequent),
-            reductions.words_of(context_TKE, self.rare, options),
+            word_scores.words_of(context_TKE, self.rare, options),
         )
 
         def scores(shared, tokens):
             frequent, rare = shared
             gates, mixture = tokens
             own_CS = gated.logits(gates, frequent, options)
-            z_CKV = reductions.scores(mixture.context_TKE, rare)
-            rare_CV = reductions.live(z_CKV[:, 0], options)
+            z_CKV = word_scores.scores(mixture.context_TKE, rare)
+            rare_CV = word_scores.live(z_CKV[:, 0], options)
             score_CV = self._joined(own_CS, rare_CV)
-            return score_CV, reductions.joint_lse(score_CV, options)
+            return score_CV, word_scores.joint_lse(score_CV, options)
 
         def log_probs(shared, tokens):
             score_CV, lse_C = scores(shared, tokens)

@@ -8,7 +8,7 @@ evaluation only a maximum and a sum of each tile leave, and for entropies the su
 exp(g(z) - ref) (g(z) - ref) as well. XLA adds up the tiles, in order, and computes the
 other two products, at which its library is near the machine's peak.
 
-For reductions over all words (reductions.py) z itself leaves in float32, beside the
+For reductions over all words (word_scores.py) z itself leaves in float32, beside the
 maxima and sums of evaluation.
 
 Where the most probable words are asked for, the largest exponential of each tile leaves
