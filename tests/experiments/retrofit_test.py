@@ -111,7 +111,7 @@ def test_what_is_lowered_is_the_dense_loss_and_the_dense_divergence(problem):
     )
     hidden_TD, labels_T = problem.train.between(0, 29)
 
-    def dense(learned):
+    def dense(learned, own, hidden_TD):
         log_prior_TK, context_TKE = begun.head.mix(learned["params"], hidden_TD)
         logits = jnp.einsum("tke,ve->tkv", context_TKE, learned["table_VE"])
         logits += learned["bias_V"][None, None]
@@ -128,7 +128,12 @@ def test_what_is_lowered_is_the_dense_loss_and_the_dense_divergence(problem):
         return retrofit_trial.loss(learned, *arrays)
 
     learned = {"params": params, "table_VE": begun.table_VE, "bias_V": begun.bias_V}
-    (_, expected), by = jax.jit(jax.value_and_grad(dense, has_aux=True))(learned)
+    with jax.enable_x64(True):
+        exact = jax.tree.map(
+            lambda leaf: jnp.asarray(np.asarray(leaf, np.float64)),
+            (learned, own._replace(head=None), hidden_TD),
+        )
+        (_, expected), by = jax.jit(jax.value_and_grad(dense, has_aux=True))(*exact)
     run = jax.jit(lowered, static_argnums=1)
     for objective in ("words", "distill"):
         value = float(run(learned, objective))
@@ -142,7 +147,7 @@ def test_what_is_lowered_is_the_dense_loss_and_the_dense_divergence(problem):
             mine, theirs, rtol=1e-4, atol=1e-6
         ),
         grads,
-        by,
+        jax.device_get(by),
     )
 
 
