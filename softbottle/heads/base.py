@@ -271,10 +271,11 @@ class Head(abc.ABC):
     ) -> tuple[jax.Array, jax.Array]:
         """`loss`, and the most probable word of each token, say for the accuracy.
 
-        One softmax, soft-capped or not, and `partition` have both in one pass, but on
-        TPU; on a Hopper GPU, words whose probabilities differ by less than 2^-15 of
-        themselves may then change places. For other heads the argmax takes a pass of
-        its own, as in `measure`.
+        A head of one component whose g has nothing to learn (softmax, softcap, moc,
+        partition and the like, not mixtape) has both in one pass, but on TPU; on a
+        Hopper GPU, words whose probabilities differ by less than 2^-15 of themselves
+        may then change places. For other heads the argmax takes a pass of its own, as
+        in `measure`.
 
         Args:
             params: as all arrays, of `loss`.

@@ -99,9 +99,10 @@ def distill(
         sources.append(_source(teacher, weights_T, options))
         by_token = ()
         divergence = functools.partial(_from_all, temperature, reverse, options)
-        alone = options.vocab_axis is None and not reverse
-        if sources[0].scores is not None and alone:
-            sources[0] = sources[0]._replace(log_probs=sources[0].scores)
+        # That of a head is normalized; what is given may not quite be.
+        known = isinstance(teacher, Output) and options.vocab_axis is None
+        if sources[0].scores is not None and known and not reverse:
+            sources[0] = sources[0]._replace(read=sources[0].scores)
             divergence = functools.partial(_from_scores, temperature, options)
     if not teacher_learns:
         by_token, given = jax.lax.stop_gradient(

@@ -43,16 +43,17 @@ class Source(NamedTuple):
     Attributes:
         tokens: arrays by token.
         shared: arrays that all tokens read, as wide as their gradients' sums.
-        log_probs: (shared, tokens) -> log P of the local words, [C, V].
+        read: (shared, tokens) -> what a function of all words is given of a chunk, log
+            P of the local words [C, V], unless a caller puts `scores` in its place.
         token_bytes: what is held per token.
         row_bytes: of one row of logits.
-        scores: the same of one softmax, before they are normalized: scores [C, V] and
-            their log-sum-exp [C]. None if there are none.
+        scores: the same of one softmax before it is normalized: scores [C, V] and their
+            log-sum-exp [C]. None if there are none.
     """
 
     tokens: Any
     shared: Any
-    log_probs: Callable[[Any, Any], jax.Array]
+    read: Callable[[Any, Any], Any]
     token_bytes: int
     row_bytes: int
     scores: Callable[[Any, Any], tuple[jax.Array, jax.Array]] | None = None
@@ -67,8 +68,8 @@ def over_words(
     """`function(*log_probs_CV, by_token)` of every chunk of tokens, differentiable.
 
     Args:
-        function: reduces the log-probabilities of one or more sources to arrays by
-            token.
+        function: reduces what one or more sources read, as a rule log-probabilities, to
+            arrays by token.
         sources: of the same tokens and words.
         by_token: what else the function reads of them.
         options: resolved; the budget is shared by the sources.
@@ -78,7 +79,7 @@ def over_words(
     # In a loop nothing can be merged with what is computed again.
     @functools.partial(jax.checkpoint, prevent_cse=chunks[0] == 1)
     def one_chunk(shared, tokens, by_token):
-        return function(*_log_probs(sources, shared, tokens), by_token)
+        return function(*_read(sources, shared, tokens), by_token)
 
     def chunk(_, inputs):
         return (), one_chunk(shared, *inputs)
@@ -108,7 +109,7 @@ def sum_over_words(
 
     def value(learned, fixed, by_token):
         shared, tokens = (a + b for a, b in zip(learned, fixed, strict=True))
-        return function(*_log_probs(sources, shared, tokens), by_token)
+        return function(*_read(sources, shared, tokens), by_token)
 
     @jax.custom_vjp
     def run(learned, fixed, by_token, weights_T):
@@ -190,9 +191,9 @@ def _zeros(array):
     return shards.vary_over(shards.axes(array), nothing)[0]
 
 
-def _log_probs(sources, shared, tokens):
+def _read(sources, shared, tokens):
     each = zip(sources, shared, tokens, strict=True)
-    return [source.log_probs(own, chunk) for source, own, chunk in each]
+    return [source.read(own, chunk) for source, own, chunk in each]
 
 
 def of_mixture(
