@@ -14,6 +14,7 @@ from softbottle.ops.mixture import api, pallas_gpu
 from softbottle.ops.mixture.activations import SIGSOFTMAX, SOFTMAX
 from softbottle.ops.mixture.arrays import Vocabulary
 from softbottle.ops.mixture.options import Options
+from tests import oracle
 from tests.ops.mixture.problem import (
     Problem,
     loss_and_gradient,
@@ -379,3 +380,23 @@ def test_every_row_is_right_when_blocks_do_several_tiles(hopper, width):
     # Of the largest entries: the smallest of bfloat16 are 0 beside normalizers.
     close_RV = np.isclose(np.asarray(e_1RV[0], np.float64), exact_RV, 5e-3, 1e-30)
     assert np.all(close_RV)
+
+
+@pytest.mark.gpu
+def test_logits_and_normalizers_of_the_kernel(hopper):
+    random = np.random.default_rng(0)
+    rows, width, vocab = 1100, 200, 20_003
+    context_RE, table_PE, bias_P = (
+        random.normal(size=shape) for shape in ((rows, width), (vocab, width), (vocab,))
+    )
+    inputs = oracle.cast((context_RE, 0.2 * table_PE), jnp.bfloat16)
+    inputs = (*inputs, jnp.asarray(bias_P, jnp.float32))
+    function = jax.jit(pallas_gpu.IMPLEMENTATION.logits_and_lse, static_argnums=3)
+    once, again = (function(*inputs, Options().resolve()) for _ in range(2))
+    context_RE, table_PE, bias_P = (np.asarray(each, np.float64) for each in inputs)
+    z_RP = context_RE @ table_PE.T + bias_P
+    np.testing.assert_allclose(once[0], z_RP, atol=2e-4)
+    lse_R = np.log(np.sum(np.exp(z_RP), axis=1))
+    np.testing.assert_allclose(once[1], lse_R, atol=1e-4)
+    for left, right in zip(once, again, strict=True):
+        np.testing.assert_array_equal(left, right)
