@@ -65,7 +65,8 @@ def head(
             evaluation and softmax are timed as well.
         peers: names of libraries.PEERS.
         sweep: one of problem.SWEEPS instead of shapes: only losses, to be plotted.
-        heads: names of layer.LAYERS, the whole heads at layer.CASES; None is all.
+        heads: names of layer.LAYERS, the whole heads at layer.CASES, or of option.HEADS
+            if options are asked for; None is all.
         asked: names of option.OPTIONS, or "all": instead of all else, the losses with
             these beside plain ones.
         budget_mib: the operations' `budget_bytes`, in MiB; 0 leaves the default.
@@ -75,8 +76,9 @@ def head(
     check_names("sweep", [sweep] if sweep else [], list(problem.SWEEPS))
     check_names("implementation", implementations, ["auto", *options.IMPLEMENTATIONS])
     check_peers(peers)
-    chosen = list(layers.LAYERS if heads is None else heads)
-    check_names("head", chosen, list(layers.LAYERS))
+    known = list(losses.HEADS if asked else layers.LAYERS)
+    chosen = known if heads is None else list(heads)
+    check_names("head", chosen, known)
     check_names("option", list(asked), ["all", *losses.OPTIONS])
     machine = probe(ask)
     on_gpu = machine["platform"] == "gpu"
@@ -96,7 +98,7 @@ def head(
         rows = [
             run_and_report(ask, OURS, common | task)
             for case in cases
-            for task in _asked(case, implementations[0], asked)
+            for task in _asked(case, implementations[0], asked, chosen)
         ]
         return summary("head", machine | {"ceiling_tflops": limit}, _beside(rows))
     ours = [
@@ -282,7 +284,7 @@ def head_task(case: problem.Case, variant: str, kind: str, products: int) -> Row
     }
 
 
-def _asked(case, implementation, asked):
+def _asked(case, implementation, asked, heads):
     """Tasks for option.py; the plain losses are always among them."""
     names = [
         name for name in losses.OPTIONS if name in ("plain", *asked) or "all" in asked
@@ -291,7 +293,7 @@ def _asked(case, implementation, asked):
         head_task(case._replace(components=1), f"{head}, {name}", "option", 3)
         | {"family": "ours", "head": head, "option": name}
         | {"implementation": implementation}
-        for head, name in itertools.product(losses.HEADS, names)
+        for head, name in itertools.product(heads, names)
         # A cap is an activation, timed once.
         if head == "softmax" or name != "soft-cap"
     ]

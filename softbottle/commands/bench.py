@@ -30,7 +30,9 @@ SUITE = flags.DEFINE_string("suite", None, f"One of {', '.join(SUITES)}.")
 SHAPES = flags.DEFINE_list("shapes", [], "Sizes by name; default: all, tiny on a CPU.")
 SWEEP = flags.DEFINE_string("sweep", None, "head: components or vocab.")
 HEADS = flags.DEFINE_list(
-    "heads", None, "head: the whole heads at tiny and lm1b-100k; default: all."
+    "heads",
+    None,
+    "head: whole ones, at tiny, lm1b-100k or with --options; default: all.",
 )
 OPTIONS = flags.DEFINE_list(
     "options", [], "head: what is asked of the loss, by name or all."

@@ -5,10 +5,9 @@ import pytest
 from softbottle.bench import option, race, table, worker
 
 
-def race_of(*asked):
-    result = race.head(
-        worker.in_process, ["tiny"], ["blocked"], [], asked=asked, seconds=0.01
-    )
+def race_of(*asked, heads=None):
+    settings = {"asked": asked, "heads": heads, "seconds": 0.01}
+    result = race.head(worker.in_process, ["tiny"], ["blocked"], [], **settings)
     return result, {row["variant"]: row for row in result["rows"]}
 
 
@@ -29,7 +28,8 @@ def test_each_is_checked_and_set_beside_the_plain_loss():
 def test_a_formula_that_is_not_kept_is_not_timed(monkeypatch):
     (_, dense), (smoothed, _) = option.OPTIONS["plain"], option.OPTIONS["smoothing"]
     monkeypatch.setitem(option.OPTIONS, "smoothing", (smoothed, dense))
-    _, rows = race_of("smoothing")
+    _, rows = race_of("smoothing", heads=["softmax"])
+    assert list(rows) == ["softmax, plain", "softmax, smoothing"]
     row = rows["softmax, smoothing"]
     assert row["status"] == "wrong" and "ms" not in row
 
@@ -37,3 +37,5 @@ def test_a_formula_that_is_not_kept_is_not_timed(monkeypatch):
 def test_an_unknown_name_is_refused():
     with pytest.raises(ValueError, match="no option is called 'smooth'; there are"):
         race_of("smooth")
+    with pytest.raises(ValueError, match="no head is called 'moc-7'; there are"):
+        race_of("smoothing", heads=["moc-7"])
