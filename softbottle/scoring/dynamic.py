@@ -15,7 +15,8 @@ parameter arrays instead of averaging; `from_sums` converts its numbers.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Sequence
+from concurrent import futures
 from typing import NamedTuple
 
 import jax
@@ -47,6 +48,7 @@ class Settings(NamedTuple):
 
 
 DEFAULT = Settings()
+_STRETCH = 1000  # segments of one call, at most
 
 
 def from_sums(
@@ -112,17 +114,21 @@ def evaluate(
         ids: the text to score.
         settings: see `Settings`.
     """
-    scale = root_mean_squares(model, params, train, settings)
-    fixed = (params, _decay_rates(scale, settings.decay), scale)
-    run = _make_run(model, settings)
+    run, stretches = _make_run(model, settings), _stretches(ids, settings.length)
     state, total, count = (params, model.initial_carry(1)), 0.0, 0
+    lowered = run.lower((params,) * 3, state, stretches[0])
+    with futures.ThreadPoolExecutor(1) as pool:
+        compiled = pool.submit(lowered.compile)
+        scale = root_mean_squares(model, params, train, settings)
+        compiled.result()
+    fixed = (params, _decay_rates(scale, settings.decay), scale)
     segments = math.ceil((len(ids) - 1) / settings.length)
     with tqdm.tqdm(total=segments, desc="dynamic evaluation", unit="segment") as bar:
-        for stretch in _stretches(ids, settings.length):
+        for stretch in stretches:
             state, totals = run(fixed, state, stretch)
             total += float(np.sum(np.asarray(totals, np.float64)))
             count += int(stretch.weights_BS.sum())
-            bar.update(len(totals))
+            bar.update(min(len(totals), segments - bar.n))
     return Evaluation(total, count)
 
 
@@ -165,13 +171,17 @@ def _decay_rates(scale, decay):
     return jax.tree.map(lambda ms: jnp.minimum(ms / mean, most), scale)
 
 
-def _stretches(ids: np.ndarray, length: int) -> Iterator[batches.Batch]:
-    """Segments stacked along a first axis, a thousand at a time, then the rest."""
-    waiting = []
-    for batch in batches.evaluation(ids, 1, length):
-        waiting.append(batch)
-        if len(waiting) == 1000:
-            yield jax.tree.map(lambda *parts: np.stack(parts), *waiting)
-            waiting = []
-    if waiting:
-        yield jax.tree.map(lambda *parts: np.stack(parts), *waiting)
+def _stretches(ids: np.ndarray, length: int) -> Sequence[batches.Batch]:
+    """Segments stacked along a first axis, as many in each stretch: one program.
+
+    The last are filled up by segments without weight. They are behind the text, so that
+    it does not matter what is learned from them.
+    """
+    segments = list(batches.evaluation(ids, 1, length))
+    size = math.ceil(len(segments) / math.ceil(len(segments) / _STRETCH))
+    empty = segments[-1]._replace(weights_BS=np.zeros_like(segments[-1].weights_BS))
+    segments += [empty] * (-len(segments) % size)
+    return [
+        jax.tree.map(lambda *parts: np.stack(parts), *segments[first : first + size])
+        for first in range(0, len(segments), size)
+    ]
