@@ -252,12 +252,14 @@ class Series:
         run: its model.
         ids: the text on which its states and losses are taken.
         reader: what `make_reader` gave for this run.
+        scored: a text for the losses alone; None: `ids`.
     """
 
     workdir: pathlib.Path
     run: Run
     ids: np.ndarray
     reader: Reader
+    scored: np.ndarray | None = None
 
     def __iter__(self) -> Iterator[Checkpoint]:
         """Each checkpoint, in the order of the steps."""
@@ -267,11 +269,12 @@ class Series:
         words, length = model.vocab, data.eval_length
         # Lines that are read by themselves do not ask for the text's order.
         rows = 1 if cut is None else data.eval_rows
+        scored = ids if self.scored is None else self.scored
         for step in steps(self.workdir):
             params, _ = checkpoint.read(self.workdir / "series", step, self.run.params)
             table_VE = np.asarray(model.output(params)[1][:words])
             last_ND = self.reader(params, ids).states[-1]
-            loss = score(params, ids, rows, length).loss
+            loss = score(params, scored, rows, length).loss
             yield Checkpoint(step, table_VE, last_ND, loss)
 
 
