@@ -40,7 +40,7 @@ CURVES = {
     "states_rank": "states_rank_M",
     "table_rank": "table_rank_M",
 }
-_DIGITS = 6
+_DIGITS = 7  # of what is stored, significant
 
 
 class Key(NamedTuple):
@@ -134,7 +134,8 @@ def measure(
         "device": start.get("device"),
         "versions": start.get("versions"),
         "curves": {
-            name: _rounded(getattr(measured, field)) for name, field in CURVES.items()
+            name: [_rounded(value) for value in getattr(measured, field)]
+            for name, field in CURVES.items()
         },
         "training": _losses(lines, "loss"),
         "validations": _losses(curves_lib.validations(lines), "valid_loss"),
@@ -178,11 +179,11 @@ def _between(step_M, training):
 
 def _losses(lines, name):
     return [
-        [line["step"], round(line[name], _DIGITS)]
+        [line["step"], _rounded(line[name])]
         for line in lines
         if line.get(name) is not None
     ]
 
 
-def _rounded(value_M: np.ndarray) -> list[Any]:
-    return [round(float(value), _DIGITS) for value in value_M]
+def _rounded(value):
+    return float(f"{value:.{_DIGITS}g}")
