@@ -74,12 +74,14 @@ def _decision(runs, base):
         return said + "."
     if min(count, len(base)) < 2:
         return said + "; one seed decides nothing."
-    before = sum(run.turned("loss") for run in base)
+    before = [run for run in base if run.turned("loss")]
     if not before:
         return said + "; nothing to cure: the softmax does not turn."
-    if before == len(base) and not turning:
-        return said + ": a cure, the softmax turns in all."
-    return said + f"; undecided: the softmax turns in {before} of {len(base)}."
+    if len(before) < len(base) or turning:
+        return said + f"; undecided: the softmax turns in {len(before)} of {len(base)}."
+    if not all(run.turned("training") for run in base):
+        return said + "; the softmax turns in all, but by overfitting: no saturation."
+    return said + ": a cure, the softmax turns in all."
 
 
 def _cells(course):

@@ -75,6 +75,9 @@ def test_a_cure_needs_a_softmax_that_turns_and_two_seeds_of_each():
 def test_what_is_learnt_by_heart_is_told_from_saturation():
     (said,) = decide(make_row(low=150, training=400))
     assert said.endswith("turns in 1 of 1 seeds, the training loss with it in 0.")
+    softmax = [make_row(seed=seed, low=150, training=400) for seed in (0, 1)]
+    flat = [make_row("mos(4)", seed=seed) for seed in (0, 1)]
+    assert decide(*softmax, *flat)[0].endswith("by overfitting: no saturation.")
 
 
 def test_the_report_has_a_line_per_run_and_a_picture(tmp_path):
