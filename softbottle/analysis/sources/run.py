@@ -267,9 +267,10 @@ class Series:
         cut = _cut(self.run)
         score = evaluate.make_evaluator(model, cut=cut)
         words, length = model.vocab, data.eval_length
-        # Lines that are read by themselves do not ask for the text's order.
-        rows = 1 if cut is None else data.eval_rows
         scored = ids if self.scored is None else self.scored
+        # Lines that are read by themselves do not ask for the text's order.
+        whole = max(1, (len(scored) - 1) // length)
+        rows = 1 if cut is None else min(data.eval_rows, whole)
         for step in steps(self.workdir):
             params, _ = checkpoint.read(self.workdir / "series", step, self.run.params)
             table_VE = np.asarray(model.output(params)[1][:words])
