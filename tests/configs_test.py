@@ -14,6 +14,9 @@ MIXTURES = ("mos", "moc", "moss")
 PAPERS = (*MIXTURES, "softmax", "sigsoftmax", "gss", "plif")
 TEXT = ("moc", "mos", "softmax")
 STAGES = ("", ",finetune", ",et", ",et,finetune")
+SATURATION = list(
+    itertools.product(("softmax", "partition", "mos", "moc"), (32, 64, 128))
+)
 RECIPES = [head + stage for head, stage in itertools.product(PAPERS, STAGES)]
 ARGUMENTS = [
     *(("ptb", argument) for argument in RECIPES),
@@ -26,6 +29,7 @@ ARGUMENTS = [
     *(("books", objective) for objective in configs.OBJECTIVES),
     *(("text", head + tokens) for head in TEXT for tokens in ("", ",subwords")),
     *(("dropin", backbone) for backbone in ("awd_lstm", "transformer")),
+    *(("saturation", f"{head},{width}") for head, width in SATURATION),
 ]
 
 
@@ -87,6 +91,25 @@ def test_a_drop_in_model_is_as_wide_as_its_table(backbone):
     assert config.model.backbone == backbone
     assert config.model.last_dim == configs.context_dim(config)
     assert "configs/dropin.py" in module.__doc__
+
+
+def test_models_that_may_saturate_differ_in_their_width_and_head_alone():
+    module = load("saturation")
+    plain = configs.to_dict(module.get_config())
+    for head, width in SATURATION:
+        config = configs.validate(module.get_config(f"{head},{width}"))
+        model = config.model
+        widths = model.embed_dim, model.hidden_dim, model.last_dim
+        assert widths == (width, width, width) and config.head.name == head
+        assert configs.context_dim(config) == width and not model.tied
+        lines = configs.differences(config, plain)
+        assert {line.split(".")[0] for line in lines} <= {"model", "head"}
+        assert (config.head.components == 4) == (head in ("mos", "moc"))
+        assert (config.head.classes == 8) == (head == "partition")
+        assert models.make(config, 37).head.name == head
+    assert set(module.HEADS) == {head for head, _ in SATURATION}
+    assert set(module.WIDTHS) == {str(width) for _, width in SATURATION}
+    assert "configs/saturation.py" in module.__doc__
 
 
 @pytest.mark.parametrize("name", ["templates", "books"])
@@ -191,6 +214,8 @@ def test_a_stage_changes_the_optimiser_and_nothing_that_the_model_is(name, head)
         ("templates", "trime,finetun", "'plain'"),
         ("books", "histaling", "'histalign'"),
         ("text", "moc,subword", "'softmax'"),
+        ("saturation", "softmax", "'64'"),
+        ("saturation", "mos,48", "'128'"),
     ],
 )
 def test_an_unknown_head_or_stage_is_refused_with_those_there_are(

@@ -13,7 +13,8 @@ import softbottle
 # Files of softbottle/commands and of launch, in the order in which one meets them.
 COMMANDS = (
     *("train", "evaluate", "generate", "analyze", "sweep", "frontier", "dropin"),
-    *("retrofit", "reproduce", "continuation", "bench", "compile", "export"),
+    *("retrofit", "saturation", "reproduce", "continuation", "bench", "compile"),
+    "export",
 )
 
 

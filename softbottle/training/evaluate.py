@@ -19,6 +19,8 @@ from softbottle.model import Model, Params
 from softbottle.ops.cache import api as cache
 from softbottle.training import metrics
 
+# (ids, rows, length) -> batches
+Cut = Callable[[np.ndarray, int, int], Iterator[batches.Batch]]
 _POSITIONS = 1024  # whose states are handed on together
 
 
@@ -48,7 +50,7 @@ def make_evaluator(
     model: Model,
     *,
     cached: bool = False,
-    cut: Callable[[np.ndarray, int, int], Iterator[batches.Batch]] | None = None,
+    cut: Cut | None = None,
     mesh: Mesh | None = None,
 ) -> Callable[[Params, np.ndarray, int, int], Evaluation]:
     """A compiled `evaluate(params, ids, rows, length) -> Evaluation`.
@@ -176,7 +178,12 @@ def _empty_past(model, params, window):
 
 
 def states(
-    model: Model, params: Params, ids: np.ndarray, rows: int, length: int
+    model: Model,
+    params: Params,
+    ids: np.ndarray,
+    rows: int,
+    length: int,
+    cut: Cut | None = None,
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """The backbone's states along a text, a block of positions at a time.
 
@@ -188,6 +195,7 @@ def states(
             order; a recurrent backbone reads several in little more time than one.
         length: of the stretches it is read in, `data.eval_length` for the states that
             a run's perplexity is made of: a transformer sees no farther back.
+        cut: as `make_evaluator` takes it.
 
     Yields:
         (hidden states [C, D] in float32, the words read [C], the words after them [C]),
@@ -195,12 +203,14 @@ def states(
     """
     length = min(length, len(ids) - 1)
     rows = max(1, min(rows, (len(ids) - 1) // length))
-    carry, hidden = model.initial_carry(rows), jax.jit(model.hidden)
-    cut, together = batches.evaluation(ids, rows, length), _POSITIONS // (rows * length)
-    while stretches := list(itertools.islice(cut, max(1, together))):
+    empty, hidden = model.initial_carry(rows), jax.jit(model.hidden)
+    carry, together = empty, _POSITIONS // (rows * length)
+    text = (cut or batches.evaluation)(ids, rows, length)
+    while stretches := list(itertools.islice(text, max(1, together))):
         block = []
         for batch in stretches:
             hidden_BSD, carry = hidden(params, batch, carry)
+            carry = carry if cut is None else empty
             real_BS = batch.weights_BS > 0
             hidden_CD = np.asarray(hidden_BSD.astype(jnp.float32))[real_BS]
             block.append((hidden_CD, batch.ids_BS[real_BS], batch.labels_BS[real_BS]))

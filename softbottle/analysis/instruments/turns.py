@@ -43,7 +43,7 @@ _QUANTITIES = {
 _NAMED = ("loss", "singular entropy", "anisotropy")  # whose turns are looked for
 _COUNTS = ("outliers_M", "states_rank_M", "table_rank_M")
 _SMOOTH = 2  # points on either side that are averaged
-_LEAST = 9  # points of a curve, and of the stretch that is fitted
+LEAST = 9  # points of a curve, and of the stretch that is fitted
 
 
 _NONE = np.zeros(0)
@@ -145,7 +145,7 @@ def turn(step_M: np.ndarray, value_M: np.ndarray, seed: int = 0) -> Turn:
         return Turn(step, (step, step), False, np.full(DRAWS, step))
     x_M = np.log1p(step_M)
     near = np.argsort(abs(np.arange(len(x_M)) - lowest), kind="stable")
-    near = np.sort(near[: max(_LEAST, len(x_M) // 3)])
+    near = np.sort(near[: max(LEAST, len(x_M) // 3)])
     x_W, y_W = x_M[near], value_M[near]
     knots, _, fitted_1W = _hinges(x_W, y_W[None])
     residual_W = (y_W - fitted_1W[0]) * np.sqrt(len(y_W) / (len(y_W) - 4))
@@ -287,7 +287,7 @@ def turning(curves: Curves) -> dict[str, Turn]:
 
     Empty where there are too few checkpoints to look for any.
     """
-    if len(curves.step_M) < _LEAST:
+    if len(curves.step_M) < LEAST:
         return {}
     return {
         name: turn(curves.step_M, value_M, seed)
@@ -303,7 +303,7 @@ def _sentence(curves, turns):
     if not turns:
         return (
             f"{len(curves.step_M)} checkpoints are too few to look for a turn; "
-            f"{_LEAST} would do."
+            f"{LEAST} would do."
         )
     clauses = (
         f"the {name} is lowest at step {at.step:,.0f} "
@@ -347,7 +347,7 @@ def _hinges(x_W, y_BW):
     return knot_G[best_B], theta_BG3[rows, best_B], fitted_BW
 
 
-def _check_curve(step_M, value_M, least=_LEAST):
+def _check_curve(step_M, value_M, least=LEAST):
     same = step_M.ndim == 1 and step_M.shape == value_M.shape
     if not same or len(step_M) < least:
         raise ValueError(

@@ -2,7 +2,8 @@
 
 The states of every layer come from one row of text in stretches of `data.eval_length`
 positions. What the head reads comes from `data.eval_rows` rows, as in validation: it is
-what the run's perplexity is made of.
+what the run's perplexity is made of. Where the lines of a text are packed into rows, a
+line is read by itself everywhere, as in training.
 
 Axes: L layers, W stretches, H (in a backbone's own arrays N) attention heads, S
 positions of a stretch, N = W S.
@@ -34,6 +35,7 @@ from softbottle.analysis.capture import (
 )
 from softbottle.analysis.sources.reading import Reading, token_ids
 from softbottle.data import batches
+from softbottle.data import lines as lines_lib
 from softbottle.data.vocab import Split
 from softbottle.model import Params, count_parameters
 from softbottle.ops.mixture import classes
@@ -194,7 +196,8 @@ def make_reader(run: Run) -> Reader:
     It is compiled once, whatever parameters it is called with: those of every
     checkpoint of a series have the same shapes.
     """
-    backbone = run.model.backbone
+    backbone, cut = run.model.backbone, _cut(run)
+    empty = backbone.initial_carry(1)
 
     @jax.jit
     def stretch(params, batch, carry):
@@ -213,10 +216,11 @@ def make_reader(run: Run) -> Reader:
     def read(params, ids):
         _check(ids)
         length = min(run.config.data.eval_length, len(ids) - 1)
-        parts, carry = [], backbone.initial_carry(1)
+        parts, carry = [], empty
         end = (len(ids) - 1) // length * length
-        for batch in batches.evaluation(ids[: end + 1], 1, length):
+        for batch in (cut or batches.evaluation)(ids[: end + 1], 1, length):
             held, carry = stretch(params, batch, carry)
+            carry = carry if cut is None else empty
             parts.append(_layers(*held))
         states, logits = zip(*parts, strict=True)
         layers = [np.concatenate(layer) for layer in zip(*states, strict=True)]
@@ -248,24 +252,38 @@ class Series:
         run: its model.
         ids: the text on which its states and losses are taken.
         reader: what `make_reader` gave for this run.
+        scored: a text for the losses alone; None: `ids`.
     """
 
     workdir: pathlib.Path
     run: Run
     ids: np.ndarray
     reader: Reader
+    scored: np.ndarray | None = None
 
     def __iter__(self) -> Iterator[Checkpoint]:
         """Each checkpoint, in the order of the steps."""
-        model, ids = self.run.model, self.ids
-        score = evaluate.make_evaluator(model)
-        words, length = model.vocab, self.run.config.data.eval_length
+        model, ids, data = self.run.model, self.ids, self.run.config.data
+        cut = _cut(self.run)
+        score = evaluate.make_evaluator(model, cut=cut)
+        words, length = model.vocab, data.eval_length
+        scored = ids if self.scored is None else self.scored
+        # Lines that are read by themselves do not ask for the text's order.
+        whole = max(1, (len(scored) - 1) // length)
+        rows = 1 if cut is None else min(data.eval_rows, whole)
         for step in steps(self.workdir):
             params, _ = checkpoint.read(self.workdir / "series", step, self.run.params)
             table_VE = np.asarray(model.output(params)[1][:words])
             last_ND = self.reader(params, ids).states[-1]
-            loss = score(params, ids, 1, length).loss
+            loss = score(params, scored, rows, length).loss
             yield Checkpoint(step, table_VE, last_ND, loss)
+
+
+def _cut(run):
+    """How a text is cut for a run whose lines are packed; None for one stream."""
+    if run.config.data.unit != "packed":
+        return None
+    return lines_lib.cut(run.config.data, run.vocab)
 
 
 def _facts(name, run, shape):
@@ -279,7 +297,7 @@ def _facts(name, run, shape):
 def _tokens(run, ids, rows=None):
     data = run.config.data
     shape = rows or data.eval_rows, data.eval_length
-    blocks = evaluate.states(run.model, run.params, ids, *shape)
+    blocks = evaluate.states(run.model, run.params, ids, *shape, _cut(run))
     return [Tokens(hidden_CD, labels_C) for hidden_CD, _, labels_C in blocks]
 
 

@@ -159,6 +159,29 @@ def test_a_walk_along_the_series_traces_the_trunk_once(workdir, monkeypatch):
     assert len(traced) == 1
 
 
+@pytest.mark.slow
+def test_a_line_that_is_packed_beside_another_is_read_by_itself():
+    config = make_config("transformer", layers=2)
+    config.data.unit = "packed"
+    config.data.eval_rows = 1
+    run = tiny.make_run(config, tiny.make_words(VOCAB))
+    eos = run.vocab.eos
+    words = [id for id in range(VOCAB) if id != eos]
+    ids = np.array([eos, *words[:3], eos, *words[3:6], eos])
+    together, alone = source.inner(run, ids), source.inner(run, ids[4:])
+    assert len(together.states[-1]) == LENGTH
+    np.testing.assert_allclose(
+        together.states[-1][4:], alone.states[-1], rtol=1e-4, atol=1e-5
+    )
+    (tokens,) = source.capture("run", run, ids, {"tokens"}).tokens
+    np.testing.assert_allclose(
+        tokens.hidden_TD[4:], alone.states[-1], rtol=1e-4, atol=1e-5
+    )
+    stream = tiny.make_run(make_config("transformer", 2), tiny.make_words(VOCAB))
+    joined = source.inner(stream, ids).states[-1]
+    assert abs(joined[4:] - alone.states[-1]).max() > 1e-3
+
+
 def test_only_the_parts_that_are_asked_for_are_read(workdir):
     found = source.read(workdir, {"tokens"}, positions=50)
     assert sum(len(block.labels_T) for block in found.tokens) == 50
