@@ -293,6 +293,34 @@ def test_a_frozen_table_stays_and_another_learns(problem, freeze):
     assert late is None
 
 
+def test_the_model_s_own_head_is_not_trained_to_be_like_itself(problem):
+    # As wide as the states: the softmax whose cost is that of eight of width five.
+    begun = retrofit_arms.start(problem, "softmax-flop:mos-8", 5, 0)
+    assert begun.table_VE.shape[1] == DIM
+    training = Training(20, 64, 0.03, "distill", "none")
+    made, told = retrofit_trial.fit(problem, begun, training, seed=0)
+    np.testing.assert_array_equal(made.table_VE, problem.table_VD)
+    assert told["step_ms"] is None
+    words = training._replace(objective="words")
+    made, told = retrofit_trial.fit(problem, begun, words, seed=0)
+    assert not np.array_equal(made.table_VE, problem.table_VD)
+    assert told["step_ms"] > 0
+
+
+def test_a_run_is_expected_to_take_what_the_last_of_its_arm_took(problem):
+    flop = {
+        arm: retrofit_arms.expected_costs(problem, arm, None).flop
+        for arm in ("moc-2", "mos-4")
+    }
+    rows = [
+        {"arm": arm, "flop": flop[arm], "elapsed": elapsed}
+        for arm, elapsed in (("moc-2", 40.0), ("mos-4", 50.0), ("moc-2", 8.0))
+    ]
+    key = retrofit.Key("moc-2", None, 0.1, 0)
+    assert retrofit._expected(problem, key, rows) == 8.0
+    assert retrofit._expected(problem, key._replace(arm="mos-4"), rows) == 50.0
+
+
 @pytest.mark.slow
 def test_a_loss_that_is_lost_is_an_outcome(tmp_path):
     grid = retrofit.Grid(["moc-2-linear"], seeds=1, rates=(1e30,))
