@@ -318,10 +318,13 @@ def _key(row):
 
 
 def _expected(problem, key, rows):
-    """Seconds that a run will take: as its arm took, or by the nearest in flop."""
+    """Seconds that a run will take: as the last of its arm, or of the nearest in flop.
+
+    The first of an arm was compiled, too.
+    """
     ended = [row for row in rows if "failed" not in row and row["arm"] != OWN]
     if key.arm == OWN or not ended:
         return 0.0
     flop = retrofit_arms.expected_costs(problem, key.arm, key.width).flop
-    nearest = min(ended, key=lambda row: abs(math.log(row["flop"] / flop)))
+    nearest = min(ended[::-1], key=lambda row: abs(math.log(row["flop"] / flop)))
     return nearest["elapsed"] * max(1.0, flop / nearest["flop"])

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 from softbottle import heads
 from softbottle.analysis.instruments import lowrank
-from softbottle.experiments.retrofit_data import SAMPLE, Problem
+from softbottle.experiments.retrofit_data import Problem
 from softbottle.heads import Head, Output
 from softbottle.heads.mixtape import Mixtape
 
@@ -110,7 +110,7 @@ def nearest(
     problem: Problem, width: int
 ) -> tuple[dict[str, jax.Array], jax.Array, jax.Array]:
     """The softmax of a rank whose logits of the states are nearest to the model's."""
-    root_DD, basis_DD = lowrank.leading(problem.sample(SAMPLE), problem.own.table_VD)
+    root_DD, basis_DD = problem.leading
     return lowrank.nearest(root_DD, basis_DD[:, :width], problem.own, 1.0)
 
 

@@ -12,9 +12,9 @@ second region chooses the learning rate, and the others are what is reported.
 Axes: N states, R stretches of a batch, S rows of a stretch.
 """
 
+import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -103,7 +103,8 @@ class Rows:
         return held_ND
 
 
-class Problem(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class Problem:
     """A model's states along a text, and its head.
 
     Attributes:
@@ -130,10 +131,15 @@ class Problem(NamedTuple):
     valid: Rows
     heldout: Rows
 
-    @property
+    @functools.cached_property
     def own(self) -> lowrank.Own:
         """The model's own head, on scaled states."""
         return lowrank.Own(np.asarray(self.table_VD), np.asarray(self.bias_V))
+
+    @functools.cached_property
+    def leading(self) -> tuple[np.ndarray, np.ndarray]:
+        """`lowrank.leading` of some training states: what every narrow table needs."""
+        return lowrank.leading(self.sample(SAMPLE), self.own.table_VD)
 
     def sample(self, rows: int) -> np.ndarray:
         """Training states of stretches all over the text, [rows or fewer, D]."""

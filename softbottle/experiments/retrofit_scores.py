@@ -63,19 +63,45 @@ def evaluate(
         options: of both heads.
         own_rows: what the model's own head reads, if the trunk is no longer its own.
     """
-    arrays, decile_V = (made[1:], retrofit_arms.own(problem)[1:]), problem.decile_V
+    arrays = made[1:], retrofit_arms.own(problem)[1:]
+    decile_V = jnp.asarray(problem.decile_V)
     shared = {"head": made.head, "options": options}
+
+    def scores():
+        for tokens, own_TD in _batches(rows, own_rows, batch):
+            yield _score(arrays, decile_V, *tokens, own_TD, **shared), tokens[2] > 0
+
     total: Any = None
     by_token = []
-    walks = (retrofit_data.in_order(each, batch) for each in (rows, own_rows or rows))
-    for tokens, (own_TD, *_) in zip(*walks, strict=True):
-        sums, nll_T, kl_T = _score(arrays, decile_V, *tokens, own_TD, **shared)
+    for (sums, *each), real_T in _one_late(scores()):
         sums = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), sums)
         total = sums if total is None else jax.tree.map(np.add, total, sums)
-        real_T = tokens[2] > 0
-        by_token.append([np.asarray(each)[real_T] for each in (nll_T, kl_T)])
+        by_token.append([values_T[real_T] for values_T in each])
     nll_T, kl_T = map(np.concatenate, zip(*by_token, strict=True))
     return Sums(**total, nll_T=nll_T, kl_T=kl_T)
+
+
+def _batches(rows, own_rows, batch):
+    """What a head reads of a text, and the states that the model's own head reads."""
+    walk = retrofit_data.in_order(rows, batch)
+    if own_rows is None or own_rows is rows:
+        for tokens in walk:
+            yield tokens, tokens[0]
+    else:
+        both = zip(walk, retrofit_data.in_order(own_rows, batch), strict=True)
+        for tokens, (own_TD, *_) in both:
+            yield tokens, own_TD
+
+
+def _one_late(results):
+    """Read each result when the next is on its way: the device never waits."""
+    before = None
+    for result in results:
+        if before is not None:
+            yield jax.device_get(before)
+        before = result
+    if before is not None:
+        yield jax.device_get(before)
 
 
 def outcome(
@@ -143,14 +169,8 @@ def ranks(made: Start, rows: Rows) -> dict[str, Any]:
     count = min(enough(width, 0), len(rows))
     hidden_TD, _ = rows.between(0, count)
     with jax.default_matmul_precision("highest"):
-        log_p_TV = _log_probs(made[1:], hidden_TD, head=made.head)
-    words = log_p_TV.shape[1]
-    # Its transpose has the same singular values and a Gram matrix of the shorter side.
-    blocks = [
-        np.asarray(log_p_TV[:, at : at + _COLUMNS]).T
-        for at in range(0, words, _COLUMNS)
-    ]
-    found = rank.streamed(blocks if count < words else [np.asarray(log_p_TV)])
+        blocks = _log_probs(made[1:], hidden_TD, head=made.head)
+    found = rank.streamed(blocks)
     return {
         "rank": found.ranks["float32"],
         "effective_rank": found.effective[1e-4],
@@ -196,7 +216,15 @@ def _score(arrays, decile_V, hidden_TD, labels_T, weights_T, own_TD, *, head, op
 
 @functools.partial(jax.jit, static_argnames="head")
 def _log_probs(arrays, hidden_TD, *, head):
-    return head.log_probs(*arrays, hidden_TD)
+    """Blocks of rows of log P, or of its transpose where that has more rows.
+
+    Singular values are the same, and a Gram matrix is then one of the shorter side.
+    """
+    log_p_TV = head.log_probs(*arrays, hidden_TD)
+    positions, words = log_p_TV.shape
+    if positions >= words:
+        return [log_p_TV]
+    return [log_p_TV[:, at : at + _COLUMNS].T for at in range(0, words, _COLUMNS)]
 
 
 def _regions(values_T):

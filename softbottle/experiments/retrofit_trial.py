@@ -132,13 +132,17 @@ def fit(
 
     Returns:
         The trained head; the median milliseconds per step, the seconds that makes for
-        all of them, and the mean training loss of the last.
+        all of them, and the mean training loss of the last. The model's own head is
+        not trained to be like itself.
 
     Raises:
         NonFiniteLossError: if the loss is lost.
     """
     learned = trainable(begun, training)
-    if not jax.tree.leaves(learned) or not training.steps:
+    # Steps would lead the model's own head away from itself: Adam makes steps of full
+    # size out of a gradient that is rounding.
+    at_best = training.objective == "distill" and begun.head == heads.softmax()
+    if at_best or not jax.tree.leaves(learned) or not training.steps:
         return begun, {"step_ms": None, "seconds": 0.0, "train_loss": None}
     shared = {"head": begun.head, "training": training._replace(rate=0.0)}
     # Copied: the steps reuse the memory of what they are given.

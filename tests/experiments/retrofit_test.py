@@ -12,6 +12,7 @@ from scipy import special
 
 from softbottle import heads
 from softbottle.analysis.capture import Capture, Tokens
+from softbottle.analysis.instruments import lowrank, rank
 from softbottle.experiments import (
     retrofit,
     retrofit_arms,
@@ -99,6 +100,62 @@ def test_a_narrow_table_starts_as_the_nearest_of_its_rank(problem, name):
     best_TV = (left[:, :3] * sigma[:3]) @ right[:3] + capture.bias_V
     expected_TV = special.log_softmax(best_TV, axis=1)[:, problem.order_V]
     np.testing.assert_allclose(log_q_TV, expected_TV, atol=5e-3)
+
+
+def test_what_narrow_tables_share_is_computed_once(monkeypatch):
+    problem, calls = retrofit_data.make(make_capture()), []
+    leading = lowrank.leading
+
+    def count(*arguments):
+        calls.append(arguments)
+        return leading(*arguments)
+
+    monkeypatch.setattr(lowrank, "leading", count)
+    tables = [retrofit_arms.nearest(problem, width)[1] for width in (2, 5, 2)]
+    assert [table.shape[1] for table in tables] == [2, 5, 2] and len(calls) == 1
+    np.testing.assert_array_equal(tables[0], tables[2])
+
+
+# Of 37 positions, or of fewer words than positions: the transpose, and not.
+@pytest.mark.parametrize("positions", [37, 60])
+def test_the_rank_is_that_of_the_dense_log_probabilities(
+    problem, monkeypatch, positions
+):
+    monkeypatch.setattr(retrofit_scores, "_COLUMNS", 16)
+    monkeypatch.setattr(retrofit_scores, "enough", lambda *_: positions)
+    begun = retrofit_arms.start(problem, "mos-2", None, seed=0)
+    rng = np.random.default_rng(1)
+    params = jax.tree.map(
+        lambda leaf: leaf + rng.normal(size=leaf.shape).astype(np.float32),
+        begun.params,
+    )
+    made = begun._replace(params=params)
+    found = retrofit_scores.ranks(made, problem.train)
+    hidden_TD, _ = problem.train.between(0, positions)
+    log_p_TV = np.asarray(jax.jit(made.head.log_probs)(*made[1:], hidden_TD), float)
+    dense = rank.spectrum(log_p_TV, np.float32)
+    energy = np.cumsum(dense.sigma**2) / np.sum(dense.sigma**2)
+    assert found["rank"] == dense.rank > DIM + 2
+    assert found["effective_rank"] == 1 + np.searchsorted(energy, 1 - 1e-4)
+    assert found["rank_positions"] == positions
+
+
+def test_a_batch_is_scored_before_the_one_before_it_is_read(monkeypatch):
+    events = []
+
+    def score():
+        for number in range(3):
+            events.append(f"score {number}")
+            yield number
+
+    def read(number):
+        events.append(f"read {number}")
+        return number
+
+    monkeypatch.setattr(jax, "device_get", read)
+    assert list(retrofit_scores._one_late(score())) == [0, 1, 2]
+    first = ["score 0", "score 1", "read 0", "score 2", "read 1", "read 2"]
+    assert events == first
 
 
 @pytest.mark.slow
@@ -234,6 +291,34 @@ def test_a_frozen_table_stays_and_another_learns(problem, freeze):
     assert told["step_ms"] > 0
     late = retrofit_trial.fit(problem, begun, training, seed=0, deadline=-math.inf)
     assert late is None
+
+
+def test_the_model_s_own_head_is_not_trained_to_be_like_itself(problem):
+    # As wide as the states: the softmax whose cost is that of eight of width five.
+    begun = retrofit_arms.start(problem, "softmax-flop:mos-8", 5, 0)
+    assert begun.table_VE.shape[1] == DIM
+    training = Training(20, 64, 0.03, "distill", "none")
+    made, told = retrofit_trial.fit(problem, begun, training, seed=0)
+    np.testing.assert_array_equal(made.table_VE, problem.table_VD)
+    assert told["step_ms"] is None
+    words = training._replace(objective="words")
+    made, told = retrofit_trial.fit(problem, begun, words, seed=0)
+    assert not np.array_equal(made.table_VE, problem.table_VD)
+    assert told["step_ms"] > 0
+
+
+def test_a_run_is_expected_to_take_what_the_last_of_its_arm_took(problem):
+    flop = {
+        arm: retrofit_arms.expected_costs(problem, arm, None).flop
+        for arm in ("moc-2", "mos-4")
+    }
+    rows = [
+        {"arm": arm, "flop": flop[arm], "elapsed": elapsed}
+        for arm, elapsed in (("moc-2", 40.0), ("mos-4", 50.0), ("moc-2", 8.0))
+    ]
+    key = retrofit.Key("moc-2", None, 0.1, 0)
+    assert retrofit._expected(problem, key, rows) == 8.0
+    assert retrofit._expected(problem, key._replace(arm="mos-4"), rows) == 50.0
 
 
 @pytest.mark.slow
