@@ -39,7 +39,7 @@ def test_the_settings_of_a_run_are_a_config(tmp_path):
 @pytest.mark.parametrize("value", ["nothing", "configs/nothing.py:mos", ""])
 def test_what_is_not_there_is_answered_with_what_is(value):
     file = value.partition(":")[0]
-    told = f"no file {file!r} here, .* lm1b, ptb, quickstart, templates"
+    told = f"no file {file!r} here, .* lm1b, ptb, quickstart, saturation, templates"
     with pytest.raises(ValueError, match=told):
         configs.resolve(value)
 
