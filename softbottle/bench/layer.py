@@ -6,6 +6,7 @@ has it. The states are as wide as the
 table, so that a softmax reads them as they are.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -48,6 +49,8 @@ def run_task(task: Row) -> Row:
     function = gradient_of(chosen, operation.options_of(task))
     few = (cut(arguments[0]), arguments[1][:CHECKED])
     wanted = _truth(chosen, *few)
+    softmax = gradient_of(heads.softmax(), operation.options_of(task))
+    beside = functools.partial(softmax, *inputs(case, heads.softmax()))
     row = measure.checked_and_timed(
         function,
         arguments,
@@ -55,6 +58,7 @@ def run_task(task: Row) -> Row:
         task["seconds"],
         few,
         LIMITS,
+        beside,
     )
     flop = 3 * chosen.products * case._replace(components=1).product_flop
     row |= {"flop": flop, "checked_tokens": CHECKED}

@@ -23,6 +23,7 @@ def checked_and_timed(
     seconds: float,
     checked: tuple[Any, ...] | None = None,
     limits: oracle.Limits = oracle.OURS,
+    beside: Callable[[], Any] | None = None,
 ) -> Row:
     """Compile, check and time a jitted function.
 
@@ -32,6 +33,7 @@ def checked_and_timed(
         seconds: about how long the timing takes.
         checked: what it is checked with, if that is not `arguments`.
         limits: beyond which it is wrong.
+        beside: what it is compared with, timed in turn with it: `beside_ms`.
     """
     start = time.perf_counter()
     compiled = function.lower(*arguments).compile()
@@ -41,18 +43,24 @@ def checked_and_timed(
     row = oracle.verdict(row | check(outputs), limits)
     row["same_bits"] = same_bits(first, compiled(*arguments))
     del first, outputs
-    return row if row["status"] != "ok" else row | timed(compiled, arguments, seconds)
+    if row["status"] != "ok":
+        return row
+    return row | timed(compiled, arguments, seconds, beside)
 
 
 def timed(
-    compiled: jax.stages.Compiled, arguments: tuple[Any, ...], seconds: float
+    compiled: jax.stages.Compiled,
+    arguments: tuple[Any, ...],
+    seconds: float,
+    beside: Callable[[], Any] | None = None,
 ) -> Row:
     """Milliseconds of a compiled program, and the device's own peak where it tells."""
-    ms = timing.milliseconds(
-        lambda: compiled(*arguments), jax.block_until_ready, seconds
-    )
+    functions: list[Callable[[], Any]] = [lambda: compiled(*arguments)]
+    functions += [beside] if beside else []
+    ms = timing.alternately(functions, jax.block_until_ready, seconds)
     peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
-    return {"ms": ms, "device_peak_bytes": peak}
+    row = {"ms": ms[0], "device_peak_bytes": peak}
+    return row | {"beside_ms": ms[1]} if beside else row
 
 
 def memory(compiled: jax.stages.Compiled) -> Row:

@@ -31,7 +31,10 @@ def run_task(task: Row) -> Row:
     inputs, labels_T = layer.inputs(case, head)
     ours, dense = OPTIONS[name]
     options = operation.options_of(task)
-    function = _gradient(functools.partial(ours, head, options))
+    function, beside = _gradient(functools.partial(ours, head, options)), None
+    if name != "plain":
+        plain = _gradient(functools.partial(OPTIONS["plain"][0], head, options))
+        beside = functools.partial(plain, inputs, labels_T)
     few = layer.cut(inputs), labels_T[: layer.CHECKED]
     with jax.enable_x64(True):
         wide = jax.tree.map(
@@ -46,6 +49,7 @@ def run_task(task: Row) -> Row:
         task["seconds"],
         few,
         layer.LIMITS,
+        beside,
     )
     flop = 3 * head.products * case._replace(components=1).product_flop
     row |= {"flop": flop, "checked_tokens": layer.CHECKED}

@@ -222,7 +222,10 @@ def ceiling(ask: worker.Ask, machine: Row, seconds: float) -> float | None:
 
 
 def relate(rows: list[Row], limit: float | None) -> list[Row]:
-    """Give each row its share of the ceiling and its time over those of peers."""
+    """Give each row its share of the ceiling and its time over those of peers.
+
+    Over a softmax: over that which was timed in turn with it, where one was.
+    """
     for row in rows:
         errors = [row[name] for name in row if name.startswith("error_")]
         row |= {"gradient_error": max(errors)} if errors else {}
@@ -232,7 +235,7 @@ def relate(rows: list[Row], limit: float | None) -> list[Row]:
             row["of_ceiling"] = row["tflops"] / limit
         if row["family"] in ("ours", "bare") and row["kind"] != "evaluation":
             row["over"] = {
-                other["variant"]: row["ms"] / other["ms"]
+                other["variant"]: row["ms"] / _beside_ms(row, other)
                 for other in rows
                 if other["family"] in ("peer", "softmax")
                 and other["status"] == "ok"
@@ -300,19 +303,17 @@ def _asked(case, implementation, asked, heads):
 
 
 def _beside(rows):
-    """The rows with their times over that of the plain loss of their head."""
+    """The rows with their times over the plain loss timed in turn with them."""
     rows = relate(rows, None)
-    timed = [row for row in rows if row["status"] == "ok"]
-    plain = {
-        (row["group"], row["head"]): row["ms"]
-        for row in timed
-        if row["option"] == "plain"
-    }
-    for row in timed:
-        base = plain.get((row["group"], row["head"]))
-        known = base is not None and row["option"] != "plain"
-        row["over"] = {"plain": row["ms"] / base} if known else {}
+    for row in rows:
+        base = row.get("beside_ms")
+        row["over"] = {"plain": row["ms"] / base} if base else {}
     return rows
+
+
+def _beside_ms(row, other):
+    softmax = other["family"] == "softmax" and "beside_ms" in row
+    return row["beside_ms"] if softmax else other["ms"]
 
 
 def _ours(case, implementations, sweep, heads):

@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 ROUNDS = 5
@@ -22,12 +22,36 @@ def milliseconds(
         wait: blocks until the result of a call is there.
         seconds: about how long all rounds together may take.
     """
-    wait(function())
-    once = _mean_seconds(function, wait, 1)
-    calls = int(seconds / ROUNDS / max(once, 1e-9))
-    calls = max(1, min(MOST_CALLS, calls))
-    times = [_mean_seconds(function, wait, calls) for _ in range(ROUNDS)]
-    return 1e3 * statistics.median(times)
+    return alternately([function], wait, seconds)[0]
+
+
+def alternately(
+    functions: Sequence[Callable[[], Any]],
+    wait: Callable[[Any], Any],
+    seconds: float = 0.5,
+) -> list[float]:
+    """`milliseconds` of functions to be compared: a round of each, then the next round.
+
+    A GPU's clock falls by several percent in its first minute of work. Functions that
+    are timed after each other differ by that much before they differ at all.
+
+    Args:
+        functions: what is timed.
+        wait: as `milliseconds` takes it.
+        seconds: about how long the rounds of one function may take.
+    """
+    calls = []
+    for function in functions:
+        wait(function())
+        once = _mean_seconds(function, wait, 1)
+        fit = int(seconds / ROUNDS / max(once, 1e-9))
+        calls.append(max(1, min(MOST_CALLS, fit)))
+    pairs = list(zip(functions, calls, strict=True))
+    rounds = [
+        [_mean_seconds(function, wait, count) for function, count in pairs]
+        for _ in range(ROUNDS)
+    ]
+    return [1e3 * statistics.median(times) for times in zip(*rounds, strict=True)]
 
 
 def _mean_seconds(function, wait, calls):

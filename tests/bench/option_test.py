@@ -20,7 +20,7 @@ def test_each_is_checked_and_set_beside_the_plain_loss():
     for head in option.HEADS:
         plain, smoothed = rows[f"{head}, plain"], rows[f"{head}, smoothing"]
         assert "plain" not in plain["over"]
-        assert smoothed["over"]["plain"] == smoothed["ms"] / plain["ms"]
+        assert smoothed["over"]["plain"] == smoothed["ms"] / smoothed["beside_ms"]
     assert "/ plain" in table.render(result)
 
 
