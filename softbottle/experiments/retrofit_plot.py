@@ -22,16 +22,24 @@ _STYLES = ("-", "--", ":", "-.")
 
 
 def costs(found: Sequence[Point]) -> drawing.Figure:
-    """Loss and KL by what a head costs; softmaxes of all ranks are a dashed line."""
-    figure = drawing.Figure(figsize=(15, 9))
+    """Loss and KL by what a head costs, where that differs between them.
+
+    Softmaxes of all ranks are a dashed line.
+    """
+    shown = {
+        title: (cost, unit)
+        for title, (cost, unit) in _COSTS.items()
+        if len({point.mean(cost) for point in found}) > 1
+    } or _COSTS
+    figure = drawing.Figure(figsize=(5 * len(shown), 9))
     matplotlib.backends.backend_agg.FigureCanvasAgg(figure)
-    panels = figure.subplots(2, 3)
+    panels = figure.subplots(2, len(shown), squeeze=False)
     drawn = []
     own = [point.mean("loss") for point in found if point.arm == OWN]
     kinds = {"loss": "held-out loss minus own, nats", "kl": "KL to the own head, nats"}
     for row, (field, name) in zip(panels, kinds.items(), strict=True):
         base = own[0] if own and field == "loss" else 0.0
-        for axes, (title, (cost, unit)) in zip(row, _COSTS.items(), strict=True):
+        for axes, (title, (cost, unit)) in zip(row, shown.items(), strict=True):
             places = [(p.mean(cost) * unit, p.mean(field) - base) for p in found]
             _scatter(axes, found, places)
             axes.set(xlabel=title, ylabel=name if axes is row[0] else "")
