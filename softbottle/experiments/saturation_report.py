@@ -1,5 +1,6 @@
 """The rows of runs along their training as a table, with what they decide."""
 
+import math
 import pathlib
 from collections.abc import Sequence
 
@@ -91,13 +92,20 @@ def _cells(course):
         *(str(row["width"]), f"`{row['head']}`", str(row["seed"])),
         *(f"{course.pass_M[-1]:.2f}", f"{curves['loss'][low]:.4f}"),
         *(f"{course.pass_M[low]:.2f}", f"{curves['loss'][-1]:.4f}"),
-        *(f"{course.training_M[low]:.4f}", f"{course.training_M[-1]:.4f}"),
+        *(f"{_training(course, at):.4f}" for at in (low, -1)),
         *(
             _turn(course, name)
             for name in ("loss", "training", "anisotropy", "entropy")
         ),
         *(f"{curves[name][-1]:.0f}" for name in ("states_rank", "table_rank")),
     ]
+
+
+def _training(course, at):
+    """The loss in training up to a checkpoint: of the last steps that have a line."""
+    until = course.training_M[: at + 1] if at >= 0 else course.training_M
+    known = until[np.isfinite(until)]
+    return known[-1] if len(known) else math.nan
 
 
 def _turn(course, name):

@@ -72,6 +72,16 @@ def test_a_cure_needs_a_softmax_that_turns_and_two_seeds_of_each():
     assert "cure" not in decide(*softmax, make_row("mos(4)", width=64))[-1]
 
 
+def test_a_last_checkpoint_right_behind_another_has_the_training_loss_before_it():
+    row = make_row()
+    last, before = row["curves"]["step"][-1], row["curves"]["step"][-2]
+    row["training"] = [[at, loss] for at, loss in row["training"] if at <= before]
+    (course,) = saturation.courses([row])
+    assert course.step_M[-1] == last and np.isnan(course.training_M[-1])
+    cells = saturation_report.table([course]).splitlines()[-1].split(" | ")
+    assert float(cells[8]) == pytest.approx(course.training_M[-2], abs=1e-4)
+
+
 def test_what_is_learnt_by_heart_is_told_from_saturation():
     (said,) = decide(make_row(low=150, training=400))
     assert said.endswith("turns in 1 of 1 seeds, the training loss with it in 0.")
