@@ -42,16 +42,25 @@ COST_RULE = (
 
 
 class Point(NamedTuple):
-    """An arm at a width and its best rate."""
+    """An arm at a width and its best rate; `rates` are all that were tried."""
 
     arm: str
     asked: int | None
     runs: list[Row]
+    rates: tuple[float, ...]
 
     @property
     def width(self) -> int:
         """Of its table."""
         return self.runs[0]["width"]
+
+    @property
+    def edge(self) -> str:
+        """Which end of the rates the best one is, if there are several."""
+        best = self.runs[0]["rate"]
+        ends = {"lowest": self.rates[0], "highest": self.rates[-1]}
+        at = [name for name, rate in ends.items() if rate == best]
+        return at[0] if len(self.rates) > 1 and at else ""
 
     def mean(self, field: str) -> float:
         """The mean over seeds; NaN where a run does not have the field."""
@@ -60,7 +69,11 @@ class Point(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """A head against its capacity control; nats, negative if it is better."""
+    """A head against its capacity control; nats, negative if it is better.
+
+    `fair` is whether the same rates were tried for both, `edge` the end of them at
+    which one of the two was best, and `least` the smaller number of seeds.
+    """
 
     arm: str
     control: str
@@ -68,16 +81,23 @@ class Difference(NamedTuple):
     nats: float
     seeds: float
     text: float
+    fair: bool
+    edge: str
+    least: int
 
     @property
     def verdict(self) -> str:
         """By the decision rule."""
+        if not self.fair:
+            return "undecided: not the same rates were tried"
         deviation = np.nanmax([self.seeds, self.text])
-        if not np.isfinite(deviation) or math.isnan(self.seeds):
+        if self.least < 2 or not np.isfinite(deviation) or math.isnan(self.seeds):
             return "one seed decides nothing"
         if abs(self.nats) <= DEVIATIONS * deviation or abs(self.nats) < -EFFECT:
-            return "no effect"
-        return "an effect" if self.nats < 0 else "worse"
+            said = "no effect"
+        else:
+            said = "an effect" if self.nats < 0 else "worse"
+        return f"{said}, at the {self.edge} rate tried" if self.edge else said
 
 
 def best_rate(rows: Sequence[Row], arm: str, asked: int | None) -> float | None:
@@ -103,8 +123,13 @@ def points(rows: Sequence[Row]) -> list[Point]:
             if (row["arm"], row["asked_width"], row["rate"]) == (arm, asked, rate)
             and "failed" not in row
         ]
+        tried = {
+            row["rate"]
+            for row in rows
+            if (row["arm"], row["asked_width"]) == (arm, asked)
+        }
         if runs:
-            found.append(Point(arm, asked, runs))
+            found.append(Point(arm, asked, runs, tuple(sorted(tried))))
     return sorted(found, key=lambda point: point.arm != OWN)
 
 
@@ -150,6 +175,9 @@ def _difference(point, control, same, field, regions):
         point.mean(field) - control.mean(field),
         _noise(same, field) * math.sqrt(sum(1 / count for count in counts)),
         _text_deviation(point, control, regions),
+        point.rates == control.rates,
+        point.edge or control.edge,
+        min(counts),
     )
 
 

@@ -27,7 +27,7 @@ def draw(found: Sequence[Course]) -> drawing.Figure:
     """
     widths = sorted({course.row["width"] for course in found})
     figure = drawing.Figure(figsize=(1.2 + 3.6 * len(widths), 10.5))
-    panels = figure.subplots(len(_ROWS), len(widths), squeeze=False, sharex="col")
+    panels = figure.subplots(len(_ROWS), len(widths), squeeze=False)
     for column, width in enumerate(widths):
         runs = [course for course in found if course.row["width"] == width]
         for axes, (title, name) in zip(panels[:, column], _ROWS.items(), strict=True):
@@ -39,8 +39,8 @@ def draw(found: Sequence[Course]) -> drawing.Figure:
                 axes.set_title(f"width {width}")
             if not column:
                 axes.set_ylabel(title)
+            drawing.plain(axes.xaxis)
         axes.set_xlabel("passes over the training text")
-        drawing.plain(axes.xaxis)
     figure.legend(
         handles=_handles(found),
         loc="outside lower center",
@@ -66,6 +66,7 @@ def _line(axes, course, name):
 
 def _late(axes, runs):
     """Limits that show the last nine tenths: the first fall would hide all else."""
+    axes.set_xlim(_EARLY * max(run.pass_M[-1] for run in runs))
     late = [run.pass_M >= _EARLY * run.pass_M[-1] for run in runs]
     shown = np.concatenate(
         [

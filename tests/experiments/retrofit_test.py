@@ -369,6 +369,25 @@ def test_the_decision_rule(mixture, spread, verdict):
     assert difference.verdict == verdict
 
 
+def test_heads_are_compared_at_the_same_rates_and_not_blindly_at_their_ends():
+    def verdict(*rates, control=(0.1, 0.2, 0.4), seeds=2):
+        rows = []
+        for rate in control:
+            rows += make_rows("moc-4", [3.0, 3.001], rate, valid=abs(rate - 0.2))
+        for rate in rates:
+            losses = [2.97, 2.971][:seeds]
+            rows += make_rows("mos-4", losses, rate, valid=abs(rate - 0.2))
+        (difference,) = retrofit_report.differences(retrofit_report.points(rows))
+        return difference.verdict
+
+    assert verdict(0.1, 0.2, 0.4) == "an effect"
+    assert verdict(0.1, 0.2) == "undecided: not the same rates were tried"
+    assert verdict(0.1, 0.2, 0.4, seeds=1) == "one seed decides nothing"
+    said = verdict(0.1, 0.2, control=(0.1, 0.2))
+    assert said == "an effect, at the highest rate tried"
+    assert verdict(0.2, control=(0.2,)) == "an effect"
+
+
 def test_a_narrow_head_is_judged_by_softmaxes_of_its_cost():
     rows = make_rows("mos-4", [2.0, 2.002], asked=3)
     rows += make_rows("softmax-flop:mos-4", [2.2, 2.202], asked=3)
