@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from scipy import stats
+from scipy import special
 
 LEVEL = 0.95
 DRAWS = 1000
@@ -91,7 +91,7 @@ def interval(
     rng = np.random.default_rng(seed)
     weight_BW = rng.multinomial(count, np.full(count, 1 / count), DRAWS)
     drawn_B = np.asarray(statistic(weight_BW.astype(np.float64)), np.float64)
-    reach = stats.t.ppf((1 + LEVEL) / 2, count - 1) * np.sqrt(count / (count - 1))
+    reach = special.stdtrit(count - 1, (1 + LEVEL) / 2) * np.sqrt(count / (count - 1))
     reach = reach * _deviation(drawn_B)
     return Interval(np.clip(value - reach, *bounds), np.clip(value + reach, *bounds))
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from softbottle import config as config_lib
 from softbottle import drawing, files, heads, model
-from softbottle.experiments import frontier_trial, sweep, trial
+from softbottle.experiments import ending, frontier_trial, sweep
 from softbottle.experiments import rows as rows_lib
 from softbottle.training import metrics, state
 
@@ -152,7 +152,7 @@ def _measured(summary, folder):
     """The numbers of a run that has ended."""
     run = state.load_run(folder, "float32")
     text = state.load_corpus(folder, run, "test").test
-    ranks = trial.ranks(run, text[: POSITIONS + 1])
+    ranks = ending.ranks(run, text[: POSITIONS + 1])
     return {
         "parameters": summary["parameters"],
         "test_perplexity": summary["test_perplexity"],

@@ -13,7 +13,7 @@ from softbottle import files
 from softbottle.analysis import curves
 from softbottle.bench import race, worker
 from softbottle.data import lines
-from softbottle.experiments import frontier_trial, processes, trial
+from softbottle.experiments import ending, frontier_trial, processes
 from softbottle.scoring import dynamic
 from softbottle.training import evaluate, loop, metrics, state
 
@@ -118,7 +118,7 @@ def _cache(task, pointer):
 
 def _rank(task, positions):
     run, corpus = _loaded(task)
-    return trial.ranks(run, corpus.test[: positions + 1]) | {"step": run.step}
+    return ending.ranks(run, corpus.test[: positions + 1]) | {"step": run.step}
 
 
 def _time(task, vocab, length):

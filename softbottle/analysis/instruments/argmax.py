@@ -31,7 +31,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from scipy import optimize, stats
+from scipy import optimize, special
 
 from softbottle import drawing
 from softbottle.analysis import report
@@ -369,5 +369,5 @@ def _gaussian_bound(vocab, dim, size):
     if free <= 3:
         return 0.0
     variance = dim * (dim - 1) / (free * (free - 1) * (free - 3))
-    inside = stats.norm.logcdf(1 / np.sqrt(size * variance))
+    inside = special.log_ndtr(1 / np.sqrt(size * variance))
     return float(np.exp((vocab - size) * inside))

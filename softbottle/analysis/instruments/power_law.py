@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 import scipy.optimize
-import scipy.stats
+import scipy.special
 from numpy.typing import ArrayLike
 
 from softbottle.analysis.capture import real
@@ -99,7 +99,7 @@ def gaps(
     slope_M3 = _slopes(law, others[0])
     share_M = 1 + np.einsum("mi,ij,mj->m", slope_M3, inverse, slope_M3)
     variance_M = np.square(residual_M).sum() / spare * share_M
-    reach_M = scipy.stats.t.ppf(0.975, spare) * np.sqrt(variance_M)
+    reach_M = scipy.special.stdtrit(spare, 0.975) * np.sqrt(variance_M)
     middle_M = np.log1p(law.gap(*others))
     return [
         (float(np.expm1(middle - reach)), float(np.expm1(middle + reach)))

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 import scipy.optimize
-import scipy.stats
+import scipy.special
 from numpy.typing import ArrayLike
 
 from softbottle import drawing
@@ -120,7 +120,7 @@ def intervals(
     residual_M = np.log(predicted_M / real("loss", loss_M))
     covariance = np.linalg.inv(jacobian_M2.T @ jacobian_M2)
     covariance *= np.square(residual_M).sum() / spare
-    reach = scipy.stats.t.ppf(0.975, spare) * np.sqrt(np.diag(covariance))
+    reach = scipy.special.stdtrit(spare, 0.975) * np.sqrt(np.diag(covariance))
     low, high = np.exp(np.log(law.a) + np.array([-reach[0], reach[0]]))
     return {
         "a": (float(low), float(high)),
