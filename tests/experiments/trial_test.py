@@ -9,7 +9,7 @@ import pytest
 from softbottle import cli
 from softbottle.analysis import inspection
 from softbottle.analysis.settings import Settings
-from softbottle.experiments import trial
+from softbottle.experiments import ending, trial
 from softbottle.training import metrics
 from tests import tiny
 
@@ -66,7 +66,7 @@ def test_a_run_stopped_beside_its_rival_says_so_and_goes_on(
         assert trial.run(tiny.make_config(**fields), tmp_path) == {}
     assert not (tmp_path / "summary.json").exists()
     summary = trial.run(tiny.make_config(**fields), tmp_path)
-    for name in trial.RIVALS:
+    for name in ending.RIVALS:
         rival = summary[name]
         assert rival["head"] == "softmax" and rival["steps"] == 2
         assert rival == json.loads((tmp_path / name / "summary.json").read_text())
