@@ -48,7 +48,7 @@ class Program:
         process: has its id and ends it.
     """
 
-    def __init__(self, script, arguments, typed, log, devices):
+    def __init__(self, script, arguments, typed, log, devices, absent):
         self._folder = tempfile.TemporaryDirectory()
         folder = pathlib.Path(self._folder.name)
         (folder / "typed").write_text(typed)
@@ -56,7 +56,7 @@ class Program:
         self.process = _FORKS.Process(
             target=_main,
             args=(script, [*map(str, arguments)])
-            + ([folder / "typed", *self._written], devices),
+            + ([folder / "typed", *self._written], devices, absent),
             daemon=True,  # ends with the tests at the latest
         )
         self.process.start()
@@ -77,6 +77,7 @@ def start(
     typed: str = "",
     log: pathlib.Path | None = None,
     devices: int = 1,
+    absent: tuple[str, ...] = (),
 ) -> Program:
     """Start a program.
 
@@ -84,17 +85,20 @@ def start(
         script: a file of launch/, or the name of a command of `softbottle`.
         typed: what it finds on stdin.
         log: where stdout and stderr are appended, or None for files of its own.
+        devices: how many it has.
+        absent: modules that it cannot import.
     """
-    return Program(script, arguments, typed, log, devices)
+    return Program(script, arguments, typed, log, devices, absent)
 
 
-def _main(script, arguments, streams, devices):
+def _main(script, arguments, streams, devices, absent):
     """In the new process: be `python launch/script`, or `softbottle script`."""
     modes = (os.O_RDONLY, *2 * [os.O_WRONLY | os.O_CREAT | os.O_APPEND])
     for stream, (path, mode) in enumerate(zip(streams, modes, strict=True)):
         os.dup2(os.open(path, mode), stream)
     sys.stdin = os.fdopen(0, closefd=False)
     os.chdir(ROOT)
+    sys.modules.update(dict.fromkeys(absent))
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", devices)
     try:

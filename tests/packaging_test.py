@@ -17,7 +17,7 @@ import pytest
 
 import softbottle
 from softbottle import cli
-from tests import ROOT
+from tests import ROOT, commands
 
 CORE = ("jax", "jaxlib", "ml_dtypes", "numpy", "opt_einsum", "scipy")
 EXTRAS = {
@@ -99,7 +99,7 @@ def python(wheel, tmp_path_factory):
 EXAMPLE = """
 {example}
 import numpy as np
-gradient = jax.grad(head.loss)(*output, hidden_TD, labels_T)
+gradient = jax.jit(jax.grad(head.loss))(*output, hidden_TD, labels_T)
 assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
 np.testing.assert_allclose(loss, nll_T.sum(), rtol=1e-5)
 assert ids_T.shape == (tokens,) and (0 <= ids_T).all() and (ids_T < vocab).all()
@@ -192,16 +192,15 @@ def test_the_configs_come_with_the_wheel(python, tmp_path):
 @pytest.mark.slow
 def test_a_corpus_whose_extra_is_missing_says_which(tmp_path):
     (tmp_path / "dataset_info.json").write_text("{}")
-    hide = "import runpy, sys; sys.modules['tensorflow_datasets'] = None; "
-    start = "runpy.run_path(sys.argv[0], run_name='__main__')"
-    arguments = (
-        *("launch/train.py", "--config", "configs/lm1b.py"),
-        *("--config.data.path", tmp_path, "--workdir", tmp_path / "run"),
+    answer = commands.finish(
+        commands.start(
+            *("train.py", "--config", "configs/lm1b.py"),
+            *("--config.data.path", tmp_path, "--workdir", tmp_path / "run"),
+            absent=("tensorflow_datasets",),
+        )
     )
-    program = f"{hide}sys.argv = {[*map(str, arguments)]}; {start}"
-    done = run(sys.executable, "-c", program, cwd=ROOT)
-    assert done.returncode == 2, done.stderr
-    assert done.stderr.splitlines()[-1] == (
+    assert answer.code == 2, answer.errors
+    assert answer.errors.splitlines()[-1] == (
         "tensorflow_datasets is not installed: pip install 'softbottle[data]'"
     )
 
