@@ -215,12 +215,13 @@ class _Trainer:
         few = list(itertools.islice(passes, VALIDATED))
         full = [batch for batch in few if batch.ids_BS.shape == few[0].ids_BS.shape]
         self.validation = jax.tree.map(lambda *arrays: np.stack(arrays), *full)
+        self.init = jax.jit(self.model.init)
         self.fit = jax.jit(self._fit)
         self.validate = jax.jit(self._validate)
 
     def train(self, deviation, rate, seed):
         """The validation loss, and the least share of a component."""
-        params = self.model.init(jax.random.key(seed))
+        params = self.init(jax.random.key(seed))
         width = self.config.model.table_range / math.sqrt(3)
         for name in {"table_VE", "output_VE"} & params.keys():
             params[name] = params[name] * (deviation / width)
