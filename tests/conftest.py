@@ -42,6 +42,7 @@ LONGEST = ("distributed", "sharding", "loop", "contract", "recipe", "model", "mo
 
 def pytest_collection_modifyitems(items):
     gc.freeze()  # what was imported stays: no collection need look at it again
+    gc.set_threshold(20_000, 20, 50)  # tracing makes many objects and few cycles
     order = {f"{name}_test": place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
     if jax.default_backend() == "gpu":
