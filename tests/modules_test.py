@@ -109,14 +109,24 @@ def test_what_is_drawn_from_is_passed_on(kind):
     key, head = jax.random.key(1), HEADS["mos"]
     if kind == "linen":
         module = modules.LinenHead(head, VOCAB, WIDTH)
-        module = module.bind(jax.jit(module.init)(key, hidden, labels))
+        variables = jax.jit(module.init)(key, hidden, labels)
+        bound, state = module.bind, variables
     else:
         sizes = {"vocab": VOCAB, "context_dim": WIDTH}
         module = modules.NnxHead(head, HIDDEN, **sizes, rngs=nnx.Rngs(0))
-    best = np.argmax(module.log_probs(hidden), axis=-1)
+        graph, state = nnx.split(module)
+        bound = functools.partial(nnx.merge, graph)
     choices = [{"temperature": 0}, {"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}]
-    for choice in choices:
-        np.testing.assert_array_equal(module.sample(hidden, key, **choice), best)
+
+    @jax.jit
+    def run(state):
+        module = bound(state)
+        draws = [module.sample(hidden, key, **choice) for choice in choices]
+        return module.log_probs(hidden), draws
+
+    log_p, draws = run(state)
+    for choice, drawn in zip(choices, draws, strict=True):
+        np.testing.assert_array_equal(drawn, np.argmax(log_p, axis=-1), str(choice))
 
 
 def test_the_gradient_of_a_linen_module_is_finite_and_reaches_everything():
@@ -158,15 +168,17 @@ def test_terms_of_the_loss_are_handed_on():
     hidden, labels, weights = make_inputs()
     hidden = hidden[..., :WIDTH]
     flat = (hidden.reshape(6, WIDTH), labels.reshape(6))
-    output = ({}, module.table_VE[...], module.bias_V[...])
     terms = {"label_smoothing": 0.2, "ignore_label": 3}
-    ours = module(hidden, labels, weights, **terms)
-    np.testing.assert_allclose(
-        ours, head.loss(*output, *flat, weights.reshape(6), **terms), rtol=1e-6
-    )
-    nll = module.nll(hidden, labels, **terms)
-    np.testing.assert_allclose(
-        nll.reshape(6), head.nll(*output, *flat, **terms), rtol=1e-6
-    )
+
+    @nnx.jit
+    def run(module):
+        output = ({}, module.table_VE[...], module.bias_V[...])
+        ours = module(hidden, labels, weights, **terms)
+        nll = module.nll(hidden, labels, **terms)
+        loss = head.loss(*output, *flat, weights.reshape(6), **terms)
+        return (ours, nll.reshape(6)), (loss, head.nll(*output, *flat, **terms))
+
+    for ours, theirs in zip(*run(module), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-6)
     with pytest.raises(ValueError, match="reduction='none' is `nll`"):
         module(hidden, labels, reduction="none")

@@ -56,9 +56,8 @@ def dense(center, slope, log_prior_TK, context_TKE, table_VE, bias_V, labels_T, 
 @functools.cache
 def wanted(center, slope):
     with jax.enable_x64(True):
-        point = jax.tree.map(jnp.asarray, make_point())
         by = jax.jit(jax.value_and_grad(functools.partial(dense, center, slope), BY))
-        return jax.tree.map(np.asarray, by(*point))
+        return jax.tree.map(np.asarray, by(*make_point()))
 
 
 def without_padding(result):
@@ -116,10 +115,10 @@ def test_a_head_adds_it_to_the_sum_and_to_each_token(head):
     random = np.random.default_rng(0)
     params = jax.jit(head.init, static_argnums=(1, 2))(jax.random.key(0), 6, 6)
     table_VE, bias_V, hidden_TD = (
-        jnp.asarray(random.normal(size=shape), jnp.float32)
+        random.normal(size=shape).astype(np.float32)
         for shape in ((20, 6), (20,), (5, 6))
     )
-    labels_T = jnp.asarray([3, 0, 19, -100, 8])
+    labels_T = np.array([3, 0, 19, -100, 8], np.int32)
 
     def total(reduction, *inputs):
         terms = head.loss(
@@ -127,19 +126,22 @@ def test_a_head_adds_it_to_the_sum_and_to_each_token(head):
         )
         return jnp.sum(terms)
 
+    @jax.jit
+    def run(*inputs):
+        steps = [
+            jax.value_and_grad(functools.partial(total, name), (0, 1, 2, 3))(*inputs)
+            for name in ("sum", "none")
+        ]
+        plain = head.loss(*inputs, labels_T, ignore_label=-100)
+        *_, lse_TK = head.scores(*inputs, labels_T)
+        return *steps, plain, lse_TK
+
     inputs = (params, table_VE, bias_V, hidden_TD)
-    fused, apart = (
-        jax.jit(jax.value_and_grad(functools.partial(total, name), (0, 1, 2, 3)))(
-            *inputs
-        )
-        for name in ("sum", "none")
-    )
+    fused, apart, plain, lse_TK = run(*inputs)
     for ours, theirs in zip(
         jax.tree.leaves(fused), jax.tree.leaves(apart), strict=True
     ):
         np.testing.assert_allclose(ours, theirs, rtol=2e-4, atol=2e-5)
-    plain = head.loss(*inputs, labels_T, ignore_label=-100)
-    *_, lse_TK = head.scores(*inputs, labels_T)
     square_T = np.mean(np.square(np.asarray(lse_TK)), axis=1)
     added = 0.3 * np.sum(square_T[[0, 1, 2, 4]])
     np.testing.assert_allclose(fused[0] - plain, added, rtol=1e-4)
