@@ -150,11 +150,12 @@ def test_words_are_drawn_from_all_the_text_and_its_cache():
         log_p_TV = log_p_BSV[0, len(prompt) - 1 :]
         keys = jax.random.split(jax.random.key(5), 12)
 
-        def draw(key, log_p_V):
+        def draw(step):
+            key, log_p_V = step
             whole, chosen = decode.whole(log_p_V[None]), sampling.Sampling(2.0)
             return sampling.draw(whole, 1, key, chosen, model.options)[0]
 
-        return jnp.stack(list(map(draw, keys, log_p_TV)))
+        return jax.lax.map(draw, (keys, log_p_TV))
 
     assert words == np.asarray(drawn(params)).tolist()
     assert len(set(words)) > 2

@@ -46,9 +46,7 @@ def kept(p_V, temperature=1.0, top_k=None, top_p=None, min_p=None):
     sharp_V = sharp_V / sharp_V[order_V].sum()
     words, mass = [], 0.0
     for word in order_V:
-        tied = words and np.isclose(
-            sharp_V[word], sharp_V[words[-1]], rtol=1e-9, atol=0
-        )
+        tied = words and sharp_V[words[-1]] - sharp_V[word] <= 1e-9 * sharp_V[words[-1]]
         if top_p is not None and mass >= top_p and not tied:
             break
         words.append(word)
