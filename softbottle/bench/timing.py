@@ -32,8 +32,7 @@ def alternately(
 ) -> list[float]:
     """`milliseconds` of functions to be compared: a round of each, then the next round.
 
-    A GPU's clock falls by several percent in its first minute of work. Functions that
-    are timed after each other differ by that much before they differ at all.
+    Whatever the clock does meanwhile, it does to all of them.
 
     Args:
         functions: what is timed.

@@ -365,6 +365,22 @@ def test_no_bias_is_a_bias_of_zero(name):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["moss", "plif_mixed"])
+def test_gradients_pass_a_numerical_check_in_reverse_mode(name, float64):
+    point = oracle.cast(oracle.make_inputs(name, tokens=3), jnp.float64)
+    head = CASES[name].head
+    leaves, structure = jax.tree.flatten(point[:4])
+
+    @jax.jit
+    def both(*leaves):
+        differentiable = jax.tree.unflatten(structure, leaves)
+        nll_T = head.nll(*differentiable, point.labels_T)
+        return nll_T, head.loss(*differentiable, *point[4:])
+
+    chex.assert_numerical_grads(both, leaves, order=1, modes=("rev",), atol=1e-4)
+
+
+@pytest.mark.slow
 @A_HEAD_PER_OPERATION
 def test_bfloat16_products_give_float32_gradients_near_the_exact_ones(
     name, mixed_dtypes

@@ -8,7 +8,6 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from softbottle import ops
-from softbottle.ops.mixture import decode, sampling
 from softbottle.ops.mixture.activations import SIGSOFTMAX, SOFTMAX
 from tests import oracle
 from tests.ops.mixture.problem import paired
@@ -61,13 +60,15 @@ def run(
     mixture=MIXTURE,
     vocab=VOCAB,
     activation=SIGSOFTMAX,
+    compiler_options=None,
 ):
     options = ops.Options(budget_bytes=budget, vocab=vocab)
 
     def call(*args):
         return function(*paired(*args), *extra, activation, options)
 
-    return jax.jit(call)(*oracle.cast(mixture, jnp.float32))
+    compiled = jax.jit(call, compiler_options=compiler_options)
+    return compiled(*oracle.cast(mixture, jnp.float32))
 
 
 @SMALL_UNITS
@@ -186,52 +187,24 @@ def test_words_are_drawn_as_often_as_they_are_probable(budget):
 
 
 @pytest.mark.slow
-def test_noise_beyond_16_nats_is_drawn_as_often_as_it_is_due(optimised):
+def test_rare_words_are_drawn_as_often_as_they_are_due(optimised):
     """Float32 noise must reach the 17 nats that a word of 3e-8 is behind.
 
     The noise of `jax.random.gumbel` ends at 15.9 unless it is asked for more, and then
-    such a word is never drawn.
+    none of the 9.5 rare words that are due among 400 is drawn.
     """
-    draws, words, level = 80, 2**17, 16.0
-    zeros_CW = np.zeros((8, words), np.float32)
-
+    draws, common, rare, p_rare = 400, 16, 793_455, 3e-8
+    share = rare * p_rare
+    bias_V = np.full(common + rare, np.log(p_rare))
+    bias_V[:common] = np.log((1 - share) / common)
+    zeros = ((draws, 1), (draws, 1, 1), (common + rare, 1))
+    mixture = (*map(np.zeros, zeros), bias_V)
+    options = {"mixture": mixture, "vocab": None, "activation": SOFTMAX}
     # All of LLVM's passes take longer than the draws.
-    @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 1})
-    def largest(zeros_CW):
-        tokens_NC = jnp.arange(draws * len(zeros_CW)).reshape(draws, -1)
-        key_NC = jax.vmap(sampling.token_keys(jax.random.key(1)))(tokens_NC)
-        place = decode.Place(0, 0)
-        return jax.lax.map(lambda k: sampling.winner(zeros_CW, k, place)[0], key_NC)
-
-    found_NC = np.asarray(largest(zeros_CW))
-    # The largest noise of a token's words is below a level if all of them are.
-    due = found_NC.size * -np.expm1(-words * np.exp(-level))
-    assert abs(np.sum(found_NC > level) - due) < 2.5 * np.sqrt(due)
-
-
-@pytest.mark.parametrize("components", [1, COMPONENTS])
-def test_words_are_drawn_by_that_noise(components, monkeypatch):
-    """Of a budget that holds all words, and of one that holds a block of them."""
-    blocks = []
-
-    def winner(g_CW, key_C, place):
-        blocks.append(g_CW.shape[1])
-        return g_CW[:, 0], jnp.zeros(len(g_CW), jnp.int32)
-
-    monkeypatch.setattr(sampling, "winner", winner)
-    monkeypatch.setattr(jax.random, "gumbel", None)
-    log_prior_TK, context_TKE, *vocabulary = oracle.cast(MIXTURE, jnp.float32)
-    mixture = (log_prior_TK[:, :components], context_TKE[:, :components], *vocabulary)
-    for budget in BUDGETS:
-        options = ops.Options(budget_bytes=budget, vocab=VOCAB)
-        blocks.clear()
-        jax.eval_shape(
-            lambda *args, o=options: ops.sample(
-                *paired(*args), jax.random.key(0), SIGSOFTMAX, o
-            ),
-            *mixture,
-        )
-        assert blocks
+    options["compiler_options"] = {"xla_backend_optimization_level": 1}
+    words_T = np.asarray(run(ops.sample, None, jax.random.key(1), **options))
+    due = draws * share
+    assert abs(np.sum(words_T >= common) - due) < 2.5 * np.sqrt(due)
 
 
 @SMALL_UNITS
