@@ -46,6 +46,7 @@ class Source(NamedTuple):
         read: (shared, tokens) -> what a function of all words is given of a chunk, log
             P of the local words [C, V], unless a caller puts `scores` in its place.
         token_bytes: what is held per token.
+        gradient_bytes: what is held besides where there is a gradient.
         row_bytes: of one row of logits.
         scores: the same of one softmax before it is normalized: scores [C, V] and their
             log-sum-exp [C]. None if there are none.
@@ -55,6 +56,7 @@ class Source(NamedTuple):
     shared: Any
     read: Callable[[Any, Any], Any]
     token_bytes: int
+    gradient_bytes: int
     row_bytes: int
     scores: Callable[[Any, Any], tuple[jax.Array, jax.Array]] | None = None
 
@@ -74,7 +76,7 @@ def over_words(
         by_token: what else the function reads of them.
         options: resolved; the budget is shared by the sources.
     """
-    tokens, shared, chunks = _parts(sources, options)
+    tokens, shared, chunks = _parts(sources, options, len(sources))
 
     # In a loop nothing can be merged with what is computed again.
     @functools.partial(jax.checkpoint, prevent_cse=chunks[0] == 1)
@@ -105,7 +107,8 @@ def sum_over_words(
         options: resolved.
         learning: how many sources, of the first, have a gradient; None is all.
     """
-    tokens, shared, chunks = _parts(sources, options)
+    count = len(sources) if learning is None else learning
+    tokens, shared, chunks = _parts(sources, options, count)
 
     def value(learned, fixed, by_token):
         shared, tokens = (a + b for a, b in zip(learned, fixed, strict=True))
@@ -153,17 +156,20 @@ def sum_over_words(
     tokens, shared, weights_T = shards.vary_over(
         shards.axes(tokens), tokens, shared, weights_T
     )
-    count = len(sources) if learning is None else learning
     learned = (shared[:count], tokens[:count])
     return run(learned, (shared[count:], tokens[count:]), by_token, weights_T)
 
 
-def _parts(sources, options):
-    """What tokens have, what they share, and how they are cut into chunks."""
+def _parts(sources, options, learning):
+    """What tokens have, what they share, and how they are cut into chunks.
+
+    So many sources, of the first, have a gradient.
+    """
     tokens = [source.tokens for source in sources]
     shared = [source.shared for source in sources]
     count = len(jax.tree.leaves(tokens)[0])
     token_bytes = sum(source.token_bytes for source in sources)
+    token_bytes += sum(source.gradient_bytes for source in sources[:learning])
     budget = options.loss_bytes(max(source.row_bytes for source in sources))
     most = max(1, min(count, budget // max(1, token_bytes)))
     multiple = MULTIPLE if options.on_gpu and most >= MULTIPLE else 1
@@ -215,11 +221,12 @@ def of_mixture(
     table_VE = vocabulary.table_VE
     components = mixture.context_TKE.shape[-2]
     wide = sum_dtype(mixture.context_TKE, table_VE)
+    dtype = product_dtype(options, mixture.context_TKE, table_VE)
     theta = jax.tree.map(jnp.asarray, activation.theta)
     if (
         activation.apply is not identity
         or classes.count(mixture.context_TKE) > 1
-        or product_dtype(options, mixture.context_TKE, table_VE) != jnp.bfloat16
+        or dtype != jnp.bfloat16
     ):
         fused = None
 
@@ -241,9 +248,12 @@ def of_mixture(
             return log_p_CKV[:, 0] + log_prior_CK
         return jax.nn.logsumexp(log_p_CKV + log_prior_CK[:, :, None], axis=1)
 
-    # Logits and their gradient, and as many numbers again of the mixture.
+    # Logits and, as the products read it, their gradient; of a mixture one row more of
+    # each, as wide as its sums.
     row_bytes = len(table_VE) * wide.itemsize
-    rows = 2 if components == 1 else 2 * components + 2
+    sizes = (row_bytes, len(table_VE) * dtype.itemsize)
+    if components > 1:
+        sizes = 2 * ((components + 1) * row_bytes,)
     shared = (theta, words_of(mixture.context_TKE, vocabulary, options))
     only = None
     if components == 1:
@@ -252,7 +262,7 @@ def of_mixture(
             score_CKV, lse_CK = scores_and_lse(shared, mixture)
             return score_CKV[:, 0], lse_CK[:, 0]
 
-    return Source(mixture, shared, log_probs, rows * row_bytes, row_bytes, only)
+    return Source(mixture, shared, log_probs, *sizes, row_bytes, only)
 
 
 def of_dense(log_p_TV: jax.Array) -> Source:
@@ -263,7 +273,7 @@ def of_dense(log_p_TV: jax.Array) -> Source:
     def log_probs(_, log_p_CV):
         return jnp.maximum(log_p_CV.astype(wide), DEAD)
 
-    return Source(log_p_TV, (), log_probs, row_bytes, row_bytes)
+    return Source(log_p_TV, (), log_probs, row_bytes, 0, row_bytes)
 
 
 def total(array_CV: jax.Array, options: Options) -> jax.Array:
