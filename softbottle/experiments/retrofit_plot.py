@@ -24,7 +24,8 @@ _STYLES = ("-", "--", ":", "-.")
 def costs(found: Sequence[Point]) -> drawing.Figure:
     """Loss and KL by what a head costs, where that differs between them.
 
-    Softmaxes of all ranks are a dashed line.
+    Softmaxes of all ranks are a dashed line, and so, where there are several widths of
+    tables, is every other arm.
     """
     shown = {
         title: (cost, unit)
@@ -35,6 +36,7 @@ def costs(found: Sequence[Point]) -> drawing.Figure:
     matplotlib.backends.backend_agg.FigureCanvasAgg(figure)
     panels = figure.subplots(2, len(shown), squeeze=False)
     drawn = []
+    several = len({point.asked for point in found if point.arm != OWN}) > 1
     own = [point.mean("loss") for point in found if point.arm == OWN]
     kinds = {"loss": "held-out loss minus own, nats", "kl": "KL to the own head, nats"}
     for row, (field, name) in zip(panels, kinds.items(), strict=True):
@@ -42,8 +44,13 @@ def costs(found: Sequence[Point]) -> drawing.Figure:
         for axes, (title, (cost, unit)) in zip(row, shown.items(), strict=True):
             places = [(p.mean(cost) * unit, p.mean(field) - base) for p in found]
             _scatter(axes, found, places)
+            if several:
+                _lines(axes, found, places)
             axes.set(xlabel=title, ylabel=name if axes is row[0] else "")
             drawn.append((axes, places))
+    if several:
+        panels[0, 0].legend(fontsize=drawing.SMALL)
+        return figure
     # Sizes of texts are known only once everything else has its place.
     figure.draw_without_rendering()
     for axes, places in drawn:
@@ -91,7 +98,9 @@ def _scatter(axes, found, places):
         if point.arm.startswith(ranks)
     )
     if len(line) > 1:
-        axes.plot(*zip(*line, strict=True), "--", color=drawing.BLACK, lw=1, zorder=1)
+        line = zip(*line, strict=True)
+        settings = {"color": drawing.BLACK, "lw": 1, "zorder": 1}
+        axes.plot(*line, "--", label=f"{SOFTMAX} of any rank", **settings)
     for point, place in zip(found, places, strict=True):
         axes.plot(*place, "o", color=_color(point), markersize=6)
     axes.set_xscale("log")
@@ -99,6 +108,19 @@ def _scatter(axes, found, places):
     axes.xaxis.set_major_locator(matplotlib.ticker.LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter("{x:.4g}")
     axes.xaxis.set_minor_locator(matplotlib.ticker.NullLocator())
+
+
+def _lines(axes, found, places):
+    """A line through the widths of every arm but softmaxes, by its name."""
+    styles: dict[str, itertools.cycle[str]] = {}
+    by_arm: dict[str, list[tuple[float, float]]] = {}
+    for point, place in zip(found, places, strict=True):
+        if not point.arm.startswith((SOFTMAX, OWN)):
+            by_arm.setdefault(point.arm, []).append(place)
+    for arm, line in by_arm.items():
+        color = _color_of(arm)
+        style = next(styles.setdefault(color, itertools.cycle(_STYLES)))
+        axes.plot(*zip(*sorted(line), strict=True), style, color=color, label=arm)
 
 
 def _label(point):
@@ -112,5 +134,9 @@ def _deciles(point):
 
 
 def _color(point):
-    name = SOFTMAX if point.arm == OWN else point.arm.partition("-")[0]
+    return _color_of(point.arm)
+
+
+def _color_of(arm):
+    name = SOFTMAX if arm == OWN else arm.partition("-")[0]
     return drawing.HEADS.get(name, drawing.GRAY)

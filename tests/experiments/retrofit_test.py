@@ -17,6 +17,7 @@ from softbottle.experiments import (
     retrofit,
     retrofit_arms,
     retrofit_data,
+    retrofit_plot,
     retrofit_report,
     retrofit_scores,
     retrofit_trial,
@@ -386,6 +387,22 @@ def test_heads_are_compared_at_the_same_rates_and_not_blindly_at_their_ends():
     said = verdict(0.1, 0.2, control=(0.1, 0.2))
     assert said == "an effect, at the highest rate tried"
     assert verdict(0.2, control=(0.2,)) == "an effect"
+
+
+def test_heads_of_several_widths_are_lines_in_the_figure():
+    rows = []
+    for width, loss in ((3, 2.0), (4, 1.5)):
+        costs = {"parameters": 10.0 * width, "table_bytes": width, "flop": 2.0 * width}
+        for arm, more in (("softmax", 0.0), ("mos-2", 0.1), ("mos-4", 0.2)):
+            made = make_rows(arm, [loss + more], asked=width)
+            rows += [row | costs | {"objective": "distill"} for row in made]
+    axes = retrofit_plot.costs(retrofit_report.points(rows)).axes[0]
+    told = {text.get_text() for text in axes.get_legend().get_texts()}
+    assert told == {"softmax of any rank", "mos-2", "mos-4"}
+    lines = {line.get_label(): line for line in axes.get_lines()}
+    np.testing.assert_allclose(lines["mos-4"].get_xdata(), [3e-5, 4e-5])
+    np.testing.assert_allclose(lines["mos-4"].get_ydata(), [2.2, 1.7])
+    assert lines["mos-2"].get_linestyle() != lines["mos-4"].get_linestyle()
 
 
 def test_a_narrow_head_is_judged_by_softmaxes_of_its_cost():
