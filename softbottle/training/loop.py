@@ -33,6 +33,7 @@ from softbottle.training import (
     metrics,
     optim,
     profiling,
+    programs,
     readme,
     stopping,
 )
@@ -232,6 +233,19 @@ def _best_loss(trainer):
     return host.get("valid_loss", math.inf)
 
 
+def _programs(trainer, state, batch):
+    """The step for every width of a batch, compiled or of an earlier process."""
+    kept = None
+    if (folder := programs.folder()) is not None:
+        config, vocab = trainer.config, trainer.model.vocab
+
+        def kept(arguments):
+            return folder / programs.name(config, vocab, arguments)
+
+    widths = trainer.stream.widths
+    return step_lib.compiling(trainer.step, state, batch, widths, kept)
+
+
 def _loop(trainer, state, history):
     """Step until the run's bound, a stop rule or a signal to stop."""
     train, stream = trainer.config.train, trainer.stream
@@ -251,17 +265,16 @@ def _loop(trainer, state, history):
         contextlib.closing(trace),
         contextlib.ExitStack() as stack,
     ):
-        compiling = None
+        program = None
         while _continues(train, step, stream.epoch, history):
             epoch, position = stream.epoch, stream.position
             batch = sharding.to_mesh(trainer.mesh, stream.next(), rows)
-            if compiling is None and trainer.mesh is None and len(stream.widths) > 1:
-                compiling = stack.enter_context(
-                    step_lib.compiling(trainer.step, state, batch, stream.widths)
-                )
-            if compiling is not None:
-                compiling[batch.ids_BS.shape[1]].result()
-            state, measured = trainer.step(state, batch, stream.starts_epoch)
+            take = trainer.step
+            if trainer.mesh is None:
+                if program is None:
+                    program = stack.enter_context(_programs(trainer, state, batch))
+                take = program(batch.ids_BS.shape[1])
+            state, measured = take(state, batch, stream.starts_epoch)
             # Sent for together, and on their way while the next step runs.
             for value in measured.values():
                 value.copy_to_host_async()

@@ -6,9 +6,10 @@ one place (sharding.py), before a step and after it, so that a step is compiled 
 
 import contextlib
 import os
-import threading
-from collections.abc import Iterator, Sequence
+import pathlib
+from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ from softbottle import config as config_lib
 from softbottle import model as model_lib
 from softbottle import sharding
 from softbottle.data.batches import Batch
-from softbottle.training import optim
+from softbottle.training import optim, programs
 from softbottle.training.state import TrainState
 
 
@@ -85,46 +86,69 @@ def make_step(
 
 @contextlib.contextmanager
 def compiling(
-    step: jax.stages.Wrapped, state: TrainState, batch: Batch, widths: Sequence[int]
-) -> Iterator[dict[int, futures.Future]]:
-    """Compile a step for batches of several widths side by side, one per core.
+    step: jax.stages.Wrapped,
+    state: TrainState,
+    batch: Batch,
+    widths: Sequence[int],
+    kept: Callable[[Any], pathlib.Path] | None = None,
+) -> Iterator[Callable[[int], jax.stages.Compiled]]:
+    """Compile a step for batches of several widths, side by side.
 
-    Tracing and lowering are Python's: one width after the other, the first batch's
-    first, or all of them would be ready at the end.
+    Tracing and lowering are Python's, and in the thread of the caller, whose settings
+    of jax they read: whenever it would wait for one width, it lowers another.
 
     Args:
         step: what `make_step` gives, without a mesh.
         state: as the first step takes it; only shapes and places are read.
-        batch: the first one, whose width is compiled first.
+        batch: any; only its rows and types are read.
         widths: how many columns batches may have.
+        kept: the file in which the program for such arguments is kept (programs.py),
+            and from which it is taken if it is there; None keeps nothing.
 
     Yields:
-        For each width what has a result once `step` need not be compiled for it. What
-        is not begun when the context ends is left.
+        A function from a width to the step's program. What is not begun when the
+        context ends is left.
     """
-    first = batch.ids_BS.shape[1]
-
-    def compiled(width):
-        columns = jax.tree.map(
-            lambda array: jax.ShapeDtypeStruct((len(array), width), array.dtype), batch
-        )
-        with lowering:
-            lowered = step.lower(like, columns, True)
-        return lowered.compile()
-
-    lowering = threading.Lock()
     like = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(
             leaf.shape, leaf.dtype, sharding=leaf.sharding, weak_type=leaf.weak_type
         ),
         state,
     )
+    begun: dict[int, futures.Future[jax.stages.Compiled]] = {}
     pool = futures.ThreadPoolExecutor(os.cpu_count())
+
+    def begin(width):
+        columns = jax.tree.map(
+            lambda array: jax.ShapeDtypeStruct((len(array), width), array.dtype), batch
+        )
+        arguments = (like, columns, True)
+        path = None if kept is None else kept(arguments)
+        found = None if path is None else programs.load(path)
+        if found is not None:
+            begun[width] = pool.submit(lambda: found)
+        else:
+            begun[width] = pool.submit(_compiled, step.lower(*arguments), path)
+
+    def program(width):
+        if width not in begun:
+            begin(width)
+        while not begun[width].done() and (left := set(widths) - set(begun)):
+            begin(min(left))
+        return begun[width].result()
+
     try:
-        order = sorted(widths, key=lambda width: width != first)
-        yield {width: pool.submit(compiled, width) for width in order}
+        yield program
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _compiled(lowered, path):
+    """A program, which is kept in a file if there is to be one."""
+    program = lowered.compile()
+    if path is not None:
+        programs.save(path, program)
+    return program
 
 
 def init_state(

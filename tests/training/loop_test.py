@@ -15,7 +15,7 @@ from softbottle import config as configs
 from softbottle import model
 from softbottle.data import synthetic
 from softbottle.data.batches import Stream
-from softbottle.training import checkpoint, lock, metrics, optim, state
+from softbottle.training import checkpoint, lock, metrics, optim, programs, state
 from softbottle.training import loop as train
 from softbottle.training import step as step_lib
 from tests import commands
@@ -210,6 +210,23 @@ def test_a_run_resumed_from_before_a_damaged_step_is_bit_for_bit_the_same(
     for host in (our_host, their_host):
         del host["history"]["seconds"]
     assert our_host == their_host
+
+
+@pytest.mark.slow
+def test_a_second_run_takes_over_the_compiled_step_of_the_first(tmp_path, monkeypatch):
+    monkeypatch.setattr(programs, "folder", lambda: tmp_path / "steps")
+    # Of no other test: on a CPU what came out of jax's own cache cannot be kept again.
+    config = tiny(model__last_dim=6)
+    train.run(config, tmp_path / "first")
+    kept = {path.name: path.read_bytes() for path in (tmp_path / "steps").iterdir()}
+    assert kept
+    monkeypatch.setattr(programs, "save", None)
+    train.run(config, tmp_path / "second")
+    assert curve(tmp_path / "second") == curve(tmp_path / "first")
+    (ours, _), (theirs, _) = (
+        final_state(config, tmp_path / name) for name in ("first", "second")
+    )
+    chex.assert_trees_all_equal(ours, theirs)
 
 
 def test_a_run_whose_best_parameters_were_not_sealed_comes_to_an_end(copied):

@@ -54,22 +54,22 @@ def text(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def trained(text, tmp_path_factory):
-    """(config, workdir, summary, compiled shapes of the step) of a run from scratch."""
+    """(config, workdir, summary, programs of the step) of a run from scratch."""
     workdir = tmp_path_factory.mktemp("run")
-    steps, make_step = [], step_lib.make_step
+    programs, compiled = [], step_lib._compiled
 
     def watched(*arguments):
-        steps.append(make_step(*arguments))
-        return steps[-1]
+        programs.append(compiled(*arguments))
+        return programs[-1]
 
     config = make_config(
         model__layers=1, optim__patience=1, train__epochs=EPOCHS, **text
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step_lib, "make_step", watched)
+        patch.setattr(step_lib, "_compiled", watched)
         patch.setattr(batches, "WIDTHS", WIDTHS)  # each is seconds of compiling
         summary = train.run(config, workdir)
-    return config, workdir, summary, steps[0]._cache_size()
+    return config, workdir, summary, len(programs)
 
 
 def validations(workdir):

@@ -1,5 +1,7 @@
 """The step, compiled for several widths at once."""
 
+import threading
+
 import jax
 import numpy as np
 from jax import monitoring
@@ -11,18 +13,20 @@ from softbottle.training import step as steps
 from tests import tiny
 
 
-def test_widths_are_compiled_ahead_and_not_again(monkeypatch):
-    config = tiny.make_config()
+def make(config):
+    """A step, its first state and a batch."""
     model, tx = models.make(config, 11), optim.make(config.optim)
     state = jax.device_put(steps.init_state(config, model, tx), jax.devices()[0])
-    step = steps.make_step(config, model, tx)
     ids_BS = np.ones((4, 5), np.int32)
     batch = Batch(ids_BS, ids_BS, np.ones((4, 5), np.float32), ids_BS)
+    return steps.make_step(config, model, tx), state, batch
+
+
+def test_widths_are_compiled_ahead_and_not_again():
+    step, state, batch = make(tiny.make_config())
     narrow = jax.tree.map(lambda array: array[:, :3], batch)
-    with steps.compiling(step, state, batch, (3, 5)) as ahead:
-        assert list(ahead) == [5, 3]
-        for width in (3, 5):
-            ahead[width].result()
+    with steps.compiling(step, state, batch, (3, 5)) as program:
+        program(5), program(3)
         compiled = []
 
         def listen(event, *_, **__):
@@ -33,8 +37,41 @@ def test_widths_are_compiled_ahead_and_not_again(monkeypatch):
         monitoring.register_event_duration_secs_listener(listen)
         try:
             for each, fresh in ((batch, True), (narrow, False)):
-                state, measured = step(state, each, fresh)
+                take = program(each.ids_BS.shape[1])
+                state, measured = take(state, each, fresh)
             jax.block_until_ready(measured)
         finally:
             monitoring.unregister_event_duration_listener(listen)
     assert not compiled
+
+
+def test_the_program_reads_the_settings_of_the_thread_that_asks_for_it():
+    step, state, batch = make(tiny.make_config())
+    with (
+        jax.default_matmul_precision("highest"),
+        steps.compiling(step, state, batch, (3, 5)) as program,
+    ):
+        for width in (5, 3):
+            assert "operand_precision={highest" in program(width).as_text()
+
+
+def test_while_one_width_is_compiled_the_next_is_lowered():
+    _, state, batch = make(tiny.make_config())
+    lowered, all_lowered = [], threading.Event()
+
+    class Slow:
+        """Lowered at once; no width is compiled before all of them are lowered."""
+
+        def lower(self, state, batch, fresh):
+            lowered.append(batch.ids_BS.shape[1])
+            if len(lowered) == 3:
+                all_lowered.set()
+            return self
+
+        def compile(self):
+            assert all_lowered.wait(60)
+            return "program"
+
+    with steps.compiling(Slow(), state, batch, (3, 4, 5)) as program:
+        assert program(4) == "program"
+    assert lowered[0] == 4 and sorted(lowered) == [3, 4, 5]
