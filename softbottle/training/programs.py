@@ -5,7 +5,7 @@ jax's own cache is asked by the lowered program, and to trace and lower PTB's st
 package's source, the versions of what it calls, the device, every setting, and the
 shapes of its arguments. What cannot be read is compiled.
 
-Loading runs what is in the file: the folder is the user's own, as jax's cache is.
+Loading runs what is in a file, so that only the user's own files are loaded.
 """
 
 import functools
@@ -33,11 +33,12 @@ _CALLED = ("jax", "jaxlib", "flax", "optax", "numpy")
 def folder() -> pathlib.Path | None:
     """Where programs of this process are kept; None where they are not.
 
-    In jax's compilation cache, if there is one. On a CPU compiling is quick, and a
-    program may hold instructions that another machine with the same folder has not.
+    In jax's compilation cache, if there is one in a file system. On a CPU compiling is
+    quick, and a program may hold instructions that another machine with the same folder
+    has not.
     """
     cache = jax.config.values["jax_compilation_cache_dir"]
-    if not cache or jax.default_backend() == "cpu":
+    if not cache or "://" in cache or jax.default_backend() == "cpu":
         return None
     return pathlib.Path(cache) / "steps"
 
@@ -71,6 +72,8 @@ def name(config: config_lib.Config, vocab: int, arguments: Any) -> str:
 def load(path: pathlib.Path) -> jax.stages.Compiled | None:
     """The program of a file, for the first device; None if none can be read."""
     try:
+        if path.stat().st_uid != os.geteuid():
+            raise ValueError("it is another user's")
         raw = path.read_bytes()
         digest, raw = raw[:32], raw[32:]
         if hashlib.sha256(raw).digest() != digest:
@@ -92,7 +95,7 @@ def save(path: pathlib.Path, program: jax.stages.Compiled) -> None:
         raw = pickle.dumps(serialize_executable.serialize(program))
         # Not all can that came out of jax's own cache.
         _read(raw)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         files.replace(path, hashlib.sha256(raw).digest() + raw)
         kept = path.parent.iterdir()
         for old in sorted(kept, key=lambda each: each.stat().st_mtime)[:-KEPT]:

@@ -134,7 +134,7 @@ def compiling(
         if width not in begun:
             begin(width)
         while not begun[width].done() and (left := set(widths) - set(begun)):
-            begin(min(left))
+            begin(max(left))  # short batches are rare where lengths vary
         return begun[width].result()
 
     try:

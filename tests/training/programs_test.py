@@ -71,6 +71,17 @@ def test_what_is_damaged_is_compiled_and_written_again(made, tmp_path, caplog):
     assert programs.load(path) is not None
 
 
+def test_the_file_of_another_user_is_not_loaded(made, tmp_path, caplog, monkeypatch):
+    _, step, state, batch = made
+    run(step, state, batch, lambda _: tmp_path / "a")
+    assert programs.load(tmp_path / "a") is not None
+    monkeypatch.setattr(os, "geteuid", lambda: (tmp_path / "a").stat().st_uid + 1)
+    monkeypatch.setattr(programs, "_read", None)
+    with caplog.at_level(logging.WARNING, "softbottle"):
+        assert programs.load(tmp_path / "a") is None
+    assert "is not used: it is another user's" in caplog.text
+
+
 def test_a_program_that_cannot_be_kept_is_used(made, tmp_path, caplog):
     _, step, state, batch = made
     (tmp_path / "file").write_text("")
@@ -111,7 +122,12 @@ def test_the_folder_keeps_what_was_used_last(made, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("backend", "cache", "kept"),
-    [("gpu", "cache", "cache/steps"), ("gpu", None, None), ("cpu", "cache", None)],
+    [
+        ("gpu", "cache", "cache/steps"),
+        ("gpu", None, None),
+        ("gpu", "gs://bucket/cache", None),
+        ("cpu", "cache", None),
+    ],
 )
 def test_on_a_cpu_and_without_a_cache_nothing_is_kept(
     monkeypatch, backend, cache, kept
