@@ -21,7 +21,12 @@ SIZES = {"model__last_dim": 8}
 @pytest.fixture(scope="module")
 def made():
     # Of no other test: on a CPU what came out of jax's own cache cannot be kept again.
-    config = tiny.make_config(**SIZES)
+    return make(**SIZES)
+
+
+def make(**fields):
+    """(config, step, state, batch) of a tiny model."""
+    config = tiny.make_config(**fields)
     model, tx = models.make(config, VOCAB), optim.make(config.optim)
     state = jax.device_put(steps.init_state(config, model, tx), jax.devices()[0])
     ids_BS = np.ones((4, 5), np.int32)
@@ -52,6 +57,19 @@ def test_a_program_is_taken_over_and_gives_the_same_bits(made, tmp_path):
     first = run(step, state, batch, kept)
     assert len(list(tmp_path.iterdir())) == 1
     again = run(Refused(), state, batch, kept)
+    jax.tree.map(np.testing.assert_array_equal, again, first)
+
+
+@pytest.mark.gpu
+def test_the_kernels_of_a_step_are_kept_with_it(tmp_path):
+    sizes = {"embed": 64, "hidden": 64, "last": 64, "context": 64}
+    fields = {f"model__{name}_dim": size for name, size in sizes.items()}
+    fields |= {"model__backbone": "awd_lstm", "model__compute_dtype": "bfloat16"}
+    _, step, state, batch = make(**fields)
+    first = run(step, state, batch, lambda _: tmp_path / "a")
+    program = programs.load(tmp_path / "a")
+    assert program is not None and "mosaic_gpu" in program.as_text()
+    again = run(Refused(), state, batch, lambda _: tmp_path / "a")
     jax.tree.map(np.testing.assert_array_equal, again, first)
 
 
