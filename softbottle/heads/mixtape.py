@@ -124,7 +124,7 @@ class Pieces(NamedTuple):
 
         row_bytes = (len(self.rare.table_VE) + self.size) * wide.itemsize
         tokens = (self.tokens, self.mixture)
-        sizes = (2 * row_bytes, 2 * row_bytes, row_bytes)
+        sizes = (4 * row_bytes, 0, row_bytes)
         return reductions.Source(tokens, shared, log_probs, *sizes, scores)
 
     def loss(self, targets: Targets) -> jax.Array:

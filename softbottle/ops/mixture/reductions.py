@@ -46,7 +46,7 @@ class Source(NamedTuple):
         read: (shared, tokens) -> what a function of all words is given of a chunk, log
             P of the local words [C, V], unless a caller puts `scores` in its place.
         token_bytes: what is held per token.
-        gradient_bytes: what is held besides where there is a gradient.
+        gradient_bytes: what is held besides if there is a gradient.
         row_bytes: of one row of logits.
         scores: the same of one softmax before it is normalized: scores [C, V] and their
             log-sum-exp [C]. None if there are none.
@@ -248,12 +248,13 @@ def of_mixture(
             return log_p_CKV[:, 0] + log_prior_CK
         return jax.nn.logsumexp(log_p_CKV + log_prior_CK[:, :, None], axis=1)
 
-    # Logits and, as the products read it, their gradient; of a mixture one row more of
-    # each, as wide as its sums.
     row_bytes = len(table_VE) * wide.itemsize
-    sizes = (row_bytes, len(table_VE) * dtype.itemsize)
-    if components > 1:
-        sizes = 2 * ((components + 1) * row_bytes,)
+    if fused is not None and components == 1:
+        # The kernel's logits and, as the products read it, their gradient.
+        sizes = (row_bytes, len(table_VE) * dtype.itemsize)
+    else:
+        # Logits and their gradient, and as many numbers again of the mixture.
+        sizes = ((2 if components == 1 else 2 * components + 2) * row_bytes, 0)
     shared = (theta, words_of(mixture.context_TKE, vocabulary, options))
     only = None
     if components == 1:
