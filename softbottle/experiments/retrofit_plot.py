@@ -24,8 +24,8 @@ _STYLES = ("-", "--", ":", "-.")
 def costs(found: Sequence[Point]) -> drawing.Figure:
     """Loss and KL by what a head costs, where that differs between them.
 
-    Softmaxes of all ranks are a dashed line, and so, where there are several widths of
-    tables, is every other arm.
+    Softmaxes of all ranks are a dashed line. Where there are several widths of tables,
+    every other arm is a line as well.
     """
     shown = {
         title: (cost, unit)

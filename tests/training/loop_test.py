@@ -218,8 +218,7 @@ def test_a_second_run_takes_over_the_compiled_step_of_the_first(tmp_path, monkey
     # Of no other test: on a CPU what came out of jax's own cache cannot be kept again.
     config = tiny(model__last_dim=6)
     train.run(config, tmp_path / "first")
-    kept = {path.name: path.read_bytes() for path in (tmp_path / "steps").iterdir()}
-    assert kept
+    assert list((tmp_path / "steps").iterdir())
     monkeypatch.setattr(programs, "save", None)
     train.run(config, tmp_path / "second")
     assert curve(tmp_path / "second") == curve(tmp_path / "first")
