@@ -21,7 +21,8 @@ LOG2_E = math.log2(math.e)
 # The logit of a row that is no word: finite, so that g of it is finite.
 DEAD = -1e30
 
-Base2 = Callable[[tuple, jax.Array], tuple[jax.Array, jax.Array | float | None]]
+Slope = jax.Array | float | None
+Base2 = Callable[[tuple, jax.Array, jax.Array | float], tuple[jax.Array, Slope]]
 
 
 class Activation(NamedTuple):
@@ -33,15 +34,18 @@ class Activation(NamedTuple):
         apply: (theta, z) -> g(z), elementwise; theta is the constants, then the params.
         constants: fixed numbers, which need no gradient.
         params: learned arrays.
-        base2: (constants, z log2(e)) -> (g(z) log2(e), g'(z)), g' None where it is 1:
-            what a GPU kernel computes, whose hardware has powers of two. None if no
-            such form is known; then plain XLA computes the loss.
+        base2: (constants, z unit log2(e), r log2(e)) -> ((g(z) - r) log2(e), g'(z)), g'
+            None where it is 1: what a GPU kernel computes, whose hardware has powers of
+            two. None if no such form is known; then plain XLA computes the loss.
+        unit: the unit of z there. The kernel multiplies by log2(e) in any case, and by
+            a factor of g's along with it.
     """
 
     apply: Callable[[tuple, jax.Array], jax.Array]
     constants: tuple[float, ...] = ()
     params: tuple[jax.Array, ...] = ()
     base2: Base2 | None = None
+    unit: float = 1.0
 
     @property
     def theta(self) -> tuple:
@@ -132,33 +136,39 @@ def _rise_jvp(inputs, tangents):
     return _rise(slopes, distance), slopes_dot * finite + slopes * distance_dot
 
 
-def identity_base2(theta: tuple, z2: jax.Array) -> tuple[jax.Array, None]:
+def identity_base2(
+    theta: tuple, z2: jax.Array, ref2: jax.Array | float
+) -> tuple[jax.Array, None]:
     """g = z; g' = 1 needs no product."""
     del theta
-    return z2, None
+    return z2 - ref2, None
 
 
-def scaled_base2(theta: tuple[float], z2: jax.Array) -> tuple[jax.Array, float]:
+def scaled_base2(
+    theta: tuple[float], z2: jax.Array, ref2: jax.Array | float
+) -> tuple[jax.Array, float]:
     """g = factor z, and g' = factor."""
     (factor,) = theta
-    return factor * z2, factor
+    return factor * z2 - ref2, factor
 
 
-def add_log_sigmoid_base2(theta: tuple, z2: jax.Array) -> tuple[jax.Array, jax.Array]:
+def add_log_sigmoid_base2(
+    theta: tuple, z2: jax.Array, ref2: jax.Array | float
+) -> tuple[jax.Array, jax.Array]:
     """g = z - log(1 + exp(-z)) and g' = 2 - sigmoid(z)."""
     del theta
     softplus, sigmoid = _softplus_and_sigmoid(z2)
-    return 2 * z2 - softplus, 2 - sigmoid
+    return 2 * z2 - softplus - ref2, 2 - sigmoid
 
 
 def generalized_base2(
-    theta: tuple[float, float], z2: jax.Array
+    theta: tuple[float, float], z2: jax.Array, ref2: jax.Array | float
 ) -> tuple[jax.Array, jax.Array]:
     """g = slope (z - c) + c - (slope - 1) softplus(z - c)."""
     center, slope = theta
     softplus, sigmoid = _softplus_and_sigmoid(z2 - center * LOG2_E)
     g2 = slope * z2 + (1 - slope) * center * LOG2_E - (slope - 1) * softplus
-    return g2, slope - (slope - 1) * sigmoid
+    return g2 - ref2, slope - (slope - 1) * sigmoid
 
 
 def _softplus_and_sigmoid(z2):

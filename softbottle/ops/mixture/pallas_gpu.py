@@ -364,7 +364,7 @@ def _call(activation, options, inputs, classes=1, **beside):
     asked for, by the names in `_Beside`, follows.
     """
     inputs = inputs._replace(
-        bias_P=_base2(inputs.bias_P),
+        bias_P=_base2(inputs.bias_P) * activation.unit,
         ref_R=None if inputs.ref_R is None else _base2(inputs.ref_R),
     )
     if inputs.tilt_2R is not None:
@@ -556,7 +556,8 @@ def _tile(activation, refs, scratch, ring, place):
             run_pipeline(sum_ref)
             plgpu.barrier_wait(mine.arrived)
             gain = functools.partial(activation.base2, activation.theta)
-            _leave(gain, sum_ref, mine, refs, word_tile, rows)
+            unit = activation.unit * LOG2_E
+            _leave(gain, unit, sum_ref, mine, refs, word_tile, rows)
 
     _pipeline(refs.context_RQ, multiply, finish)(
         refs.context_RQ.at[pl.ds(row_tile * BLOCK_ROWS, BLOCK_ROWS), :],
@@ -565,11 +566,11 @@ def _tile(activation, refs, scratch, ring, place):
     )
 
 
-def _leave(gain, sum_ref, scratch, refs, word_tile, rows):
+def _leave(gain, unit, sum_ref, scratch, refs, word_tile, rows):
     """Exponentiate a warpgroup's tile, part by part, and send out what is asked for."""
     by_row = plgpu.Layout.WGMMA.reduce(1)
     shape = (WARPGROUP_ROWS, OUT_WORDS)
-    logits = functools.partial(_logits, sum_ref[...], scratch.bias)
+    logits = functools.partial(_logits, sum_ref[...], unit, scratch.bias)
     store = refs.ref_R is not None
     parts_of_tile = range(BLOCK_WORDS // OUT_WORDS)
     if store:
@@ -577,7 +578,7 @@ def _leave(gain, sum_ref, scratch, refs, word_tile, rows):
     else:
         tops = (jnp.max(logits(part), axis=1) for part in parts_of_tile)
         # g increases, so its maximum is at that of z.
-        ref_R = gain(functools.reduce(jnp.maximum, tops))[0]
+        ref_R = gain(functools.reduce(jnp.maximum, tops), 0.0)[0]
     ref_RW = lax.broadcast_in_dim(ref_R, shape, [0])
     if refs.tilt_2R is not None:
         level_RW, tilt_RW = (
@@ -590,8 +591,7 @@ def _leave(gain, sum_ref, scratch, refs, word_tile, rows):
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     for part in parts_of_tile:
         z_RW = logits(part)
-        g_RW, gain_RW = gain(z_RW)
-        ahead_RW = g_RW - ref_RW
+        ahead_RW, gain_RW = gain(z_RW, ref_RW)
         exp_RW = jnp.exp2(ahead_RW)
         total_R = _plus(total_R, jnp.sum(exp_RW, axis=1))
         if refs.moment_JR is not None:
@@ -644,13 +644,13 @@ def _plus(total, part):
     return part if total is None else total + part
 
 
-def _logits(sum_RW, bias_smem, part):
-    """A part of a tile, in base 2: few enough for registers."""
+def _logits(sum_RW, unit, bias_smem, part):
+    """A part of a tile, in base 2 and `unit`: few enough for registers."""
     here = slice(part * OUT_WORDS, (part + 1) * OUT_WORDS)
     bias_smem_W = bias_smem.at[pl.ds(here.start, OUT_WORDS)]
     bias_W = plgpu.load(bias_smem_W, layout=plgpu.Layout.WGMMA.reduce(0))
     shape = (WARPGROUP_ROWS, OUT_WORDS)
-    return sum_RW[:, here] * LOG2_E + lax.broadcast_in_dim(bias_W, shape, [1])
+    return sum_RW[:, here] * unit + lax.broadcast_in_dim(bias_W, shape, [1])
 
 
 IMPLEMENTATION = Implementation(

@@ -75,15 +75,19 @@ def test_the_form_in_base_2_has_the_same_value_and_slope(head):
     def run(z):
         apply = functools.partial(activation.apply, activation.theta)
         g, slope = jax.jvp(apply, (z,), (jnp.ones_like(z),))
-        g2, slope2 = activation.base2(activation.theta, z * activations.LOG2_E)
+        z2 = z * (activations.LOG2_E * activation.unit)
+        ahead2, slope2 = activation.base2(activation.theta, z2, 0.75)
+        g2 = ahead2 + 0.75
         return g, slope, g2, jnp.ones_like(z) if slope2 is None else slope2
 
     results = run(np.array([*Z, activations.DEAD], np.float32))
     g, slope, g2, slope2 = map(np.asarray, results)
-    np.testing.assert_allclose(g2 / activations.LOG2_E, g, rtol=1e-5, atol=1e-5)
+    ours = g2[:-1] / activations.LOG2_E
+    np.testing.assert_allclose(ours, g[:-1], rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(slope2[:-1], slope[:-1], rtol=1e-5, atol=1e-6)
-    # A row that is no word gets nothing, whatever g is.
-    assert np.exp(g[-1]) == np.exp(g2[-1]) == 0 and np.isfinite(slope2[-1])
+    # A row that is no word gets nothing, even beside the least of words.
+    assert np.exp(g[-1]) == np.exp2(g2[-1] - g2[:-1].min()) == 0
+    assert np.isfinite(slope2[-1])
 
 
 def test_a_constant_of_numpy_is_no_parameter():
