@@ -15,6 +15,7 @@ import copy
 import dataclasses
 import functools
 import json
+import os
 from typing import Any, NamedTuple
 
 import jax
@@ -99,6 +100,22 @@ class Model:
         if self.mesh is None:
             return device_lib.at_hand()
         return Device.of(self.mesh.devices.flat[0], self.mesh.size)
+
+    @property
+    def compiler_options(self) -> dict[str, bool] | None:
+        """Options of `jax.jit` for whole steps.
+
+        Of the GEMMs of a recurrent step on a GPU, XLA would write variants in Triton
+        too, compile them and time them: most of the time in which the step is compiled,
+        for one that takes longer. A transformer's is the faster for it
+        (docs/results/step.md). Who names the option in XLA_FLAGS decides.
+        """
+        option = "xla_gpu_enable_triton_gemm"
+        recurrent = self.config.model.backbone == "awd_lstm"
+        if not recurrent or self.device.platform != "gpu":
+            return None
+        named = option in os.environ.get("XLA_FLAGS", "")
+        return None if named else {option: False}
 
     @functools.cached_property
     def backbone(self) -> Any:

@@ -171,10 +171,19 @@ def to_mesh(mesh: Mesh | None, batch: Tree, rows: int) -> Tree:
     )
 
 
+def committed(tree: Tree) -> Tree:
+    """The tree's arrays on jax's first device, as a program's results are.
+
+    jax compiles a program once for arrays that could be on any device and again for
+    those that it gave back.
+    """
+    return jax.device_put(tree, jax.devices()[0])
+
+
 def padded(mesh: Mesh | None, batch: Tree) -> Tree:
     """A batch that every process has, on the mesh; rows of zeros fill it up."""
     if mesh is None:
-        return batch
+        return committed(batch)
     sharding = NamedSharding(mesh, ROWS)
 
     def move(array):

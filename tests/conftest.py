@@ -27,6 +27,7 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 
 import jax
 import pytest
+from jax import monitoring
 
 from softbottle.training import evaluate
 
@@ -76,6 +77,20 @@ def quick_keys():
     jax.config.update("jax_default_prng_impl", "unsafe_rbg")
     yield
     jax.config.update("jax_default_prng_impl", generator)
+
+
+@pytest.fixture
+def compiled():
+    """The names of the programs that are compiled, one by one."""
+    names = []
+
+    def listen(event, *_, fun_name="", **__):
+        if event.endswith("backend_compile_duration"):
+            names.append(fun_name)
+
+    monitoring.register_event_duration_secs_listener(listen)
+    yield names
+    monitoring.unregister_event_duration_listener(listen)
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ from softbottle import heads, sharding
 from softbottle import model as models
 from softbottle.data.batches import Batch
 from tests import tiny
+from tests.ops import devices
 
 VOCAB, WIDTH, LAST, ROWS, LENGTH = 11, 5, 7, 3, 6
 CLOSE = {"rtol": 2e-5, "atol": 1e-6}
@@ -480,6 +481,24 @@ def test_a_model_says_how_its_step_is_computed():
     assert str(choices) == "loss by blocked, 2 tokens at a time, LSTM by wavefront"
     softmax, _ = make(make_config("softmax"))
     assert softmax.choices().recurrence is None
+
+
+@pytest.mark.parametrize(
+    ("backbone", "device", "flags", "options"),
+    [
+        ("awd_lstm", devices.H200, "", {"xla_gpu_enable_triton_gemm": False}),
+        ("awd_lstm", devices.H200, "--xla_gpu_enable_triton_gemm=true", None),
+        ("awd_lstm", devices.CPU, "", None),
+        ("transformer", devices.H200, "", None),
+    ],
+)
+def test_recurrent_steps_on_a_gpu_have_no_gemms_by_triton(
+    monkeypatch, backbone, device, flags, options
+):
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    monkeypatch.setattr(models.Model, "device", device)
+    model = models.make(configs.validate(make_config("mos", backbone)), VOCAB)
+    assert model.compiler_options == options
 
 
 def test_the_choices_on_a_mesh_are_those_of_a_device_s_share():

@@ -14,6 +14,7 @@ the MoS code, does not divide the sum of squares by the number of batches and su
 parameter arrays instead of averaging; `from_sums` converts its numbers.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from concurrent import futures
@@ -24,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 import tqdm
 
+from softbottle import sharding
 from softbottle.data import batches
 from softbottle.model import Model, Params
 from softbottle.training.evaluate import Evaluation
@@ -82,15 +84,16 @@ def root_mean_squares(
 ) -> Params:
     """sqrt(mean of g^2) of every parameter over training batches."""
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=model.compiler_options)
     def add(params, sums, batch, carry):
         grads, (_, carry) = jax.grad(_mean_nll, argnums=1, has_aux=True)(
             model, params, batch, carry
         )
         return jax.tree.map(lambda total, g: total + jnp.square(g), sums, grads), carry
 
-    sums = jax.tree.map(jnp.zeros_like, params)
-    carry, count = model.initial_carry(settings.rows), 0
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    sums, carry = sharding.committed((zeros, model.initial_carry(settings.rows)))
+    count = 0
     stream = batches.evaluation(train, settings.rows, settings.length)
     total = _batch_count(train, settings)
     for batch in tqdm.tqdm(stream, "gradient statistics", total, unit="batch"):
@@ -115,7 +118,8 @@ def evaluate(
         settings: see `Settings`.
     """
     run, stretches = _make_run(model, settings), _stretches(ids, settings.length)
-    state, total, count = (params, model.initial_carry(1)), 0.0, 0
+    state = params, _ = sharding.committed((params, model.initial_carry(1)))
+    total, count = 0.0, 0
     lowered = run.lower((params,) * 3, state, stretches[0])
     with futures.ThreadPoolExecutor(1) as pool:
         compiled = pool.submit(lowered.compile)
@@ -139,7 +143,7 @@ def _make_run(model, settings):
         pull = settings.decay * rate * (first - p)
         return p + pull - settings.learning_rate * grad / (ms + settings.epsilon)
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=model.compiler_options)
     def run(fixed, state, stretch):
         def segment(state, batch):
             params, carry = state

@@ -66,32 +66,31 @@ def make_evaluator(
     """
 
     @jax.jit
-    def add(params, batch, carry, total, hits):
+    def score(params, batch, carry):
         if cached:
             nll_BS, hit_BS, carry = model.cached_nll(params, batch, carry)
-            return total + jnp.sum(nll_BS), hits + jnp.sum(hit_BS), carry
+            return (jnp.sum(nll_BS), jnp.sum(hit_BS)), carry
         nll_BS, carry = model.nll(params, batch, carry)
-        return total + jnp.sum(nll_BS), hits, carry
+        return (jnp.sum(nll_BS), 0), carry
 
     def evaluate(params, ids, rows, length):
         rows = min(rows, len(ids) - 1)
         empty = sharding.padded(mesh, model.initial_carry(rows))
-        carry, count, sums = empty, 0, []
-        total, hits = jnp.zeros(()), jnp.zeros((), jnp.int32)
-        for index, batch in enumerate(
-            (cut or batches.evaluation)(ids, rows, length), 1
-        ):
-            placed = sharding.padded(mesh, batch)
-            total, hits, carry = add(params, placed, carry, total, hits)
-            if cut is not None:
-                carry = empty
-            count += int(batch.weights_BS.sum())
-            # float32 loses digits over millions of tokens: bank it now and then.
-            if index % 64 == 0:
-                sums.append(total)
-                total = jnp.zeros(())
-        total = sum(float(part) for part in [*sums, total])
-        return Evaluation(total, count, int(hits) if cached else None)
+        carry, total, count, hits = empty, 0.0, 0, 0
+        stretches = (cut or batches.evaluation)(ids, rows, length)
+        # The host does not wait for every sum, and adds them up in more digits.
+        while some := list(itertools.islice(stretches, 64)):
+            sums = []
+            for batch in some:
+                placed = sharding.padded(mesh, batch)
+                both, carry = score(params, placed, carry)
+                sums.append(both)
+                if cut is not None:
+                    carry = empty
+                count += int(batch.weights_BS.sum())
+            for nll, right in jax.device_get(sums):
+                total, hits = total + float(nll), hits + int(right)
+        return Evaluation(total, count, hits if cached else None)
 
     return evaluate
 
@@ -140,8 +139,9 @@ def evaluate_with_cache(
         hits = jnp.sum(hit_S & real_BS[0])
         return jnp.sum(jnp.where(real_BS, nll_BS, 0.0)), hits, carry, past
 
-    carry, total, count, hits = model.initial_carry(1), 0.0, 0, 0
     past = _empty_past(model, params, kind.window)
+    carry, past = sharding.committed((model.initial_carry(1), past))
+    total, count, hits = 0.0, 0, 0
     for batch in batches.evaluation(ids, 1, length):
         nll, right, carry, past = score(params, batch, carry, past)
         total, count = total + float(nll), count + int(batch.weights_BS.sum())
@@ -203,7 +203,8 @@ def states(
     """
     length = min(length, len(ids) - 1)
     rows = max(1, min(rows, (len(ids) - 1) // length))
-    empty, hidden = model.initial_carry(rows), jax.jit(model.hidden)
+    empty = sharding.committed(model.initial_carry(rows))
+    hidden = jax.jit(model.hidden)
     carry, together = empty, _POSITIONS // (rows * length)
     text = (cut or batches.evaluation)(ids, rows, length)
     while stretches := list(itertools.islice(text, max(1, together))):

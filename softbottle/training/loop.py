@@ -202,8 +202,7 @@ def _start(trainer):
         # Damaged and put aside: an earlier one is the best so far, or none is.
         history.best, history.evaluated = best, -1
     if mesh is None:
-        # On one device from the start, or the second step would be compiled again.
-        state = jax.device_put(state, jax.devices()[0])
+        state = sharding.committed(state)
     return state, history
 
 

@@ -72,7 +72,8 @@ def make_step(
         return TrainState(state.step + 1, params, opt_state, carry), measured
 
     if mesh is None:
-        return jax.jit(step, donate_argnums=0)
+        options = model.compiler_options
+        return jax.jit(step, donate_argnums=0, compiler_options=options)
     # Pinned, or the second step would find other shardings and be compiled again.
     like = abstract_state(config, model, tx, mesh)
     placed = jax.tree.map(lambda leaf: leaf.sharding, like)
@@ -81,6 +82,7 @@ def make_step(
         donate_argnums=0,
         in_shardings=(placed, sharding.by_rows(mesh, 0), None),
         out_shardings=(placed, sharding.everywhere(mesh, 0)),
+        compiler_options=model.compiler_options,
     )
 
 

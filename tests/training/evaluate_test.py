@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 from softbottle import config as configs
-from softbottle import model
+from softbottle import model, sharding
 from softbottle.training import evaluate
 
 VOCAB, WIDTH = 11, 3
@@ -75,6 +75,17 @@ def test_a_recurrent_state_is_carried_from_batch_to_batch():
     # From an empty state for every few words it would be another loss.
     cut = evaluator(params, ids, 10, 5)
     assert cut.count == whole.count and cut.loss != pytest.approx(whole.loss, rel=1e-5)
+
+
+def test_an_evaluation_compiles_one_program(compiled):
+    functions, params = make("awd_lstm")
+    # As those of a run that is loaded are.
+    params = sharding.committed(params)
+    evaluator = evaluate.make_evaluator(functions)
+    compiled.clear()
+    found = evaluator(params, make_ids(48), 1, 5)
+    assert found.count == 47
+    assert sum("score" in name for name in compiled) == 1
 
 
 def test_rows_side_by_side_give_the_states_of_each_word_once():
