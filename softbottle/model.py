@@ -105,10 +105,10 @@ class Model:
     def compiler_options(self) -> dict[str, bool] | None:
         """Options of `jax.jit` for whole steps.
 
-        Of the GEMMs of a recurrent step on a GPU, XLA would write variants in Triton
-        too, compile them and time them: most of the time in which the step is compiled,
-        for one that takes longer. A transformer's is the faster for it
-        (docs/results/step.md). Who names the option in XLA_FLAGS decides.
+        Of the GEMMs of a step on a GPU, XLA also writes variants in Triton, compiles
+        them and times them. Recurrent steps are compiled in much less time without, and
+        are no slower; a transformer's is faster with them (docs/results/step.md). Who
+        names the option in XLA_FLAGS decides.
         """
         option = "xla_gpu_enable_triton_gemm"
         recurrent = self.config.model.backbone == "awd_lstm"

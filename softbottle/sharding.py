@@ -172,12 +172,12 @@ def to_mesh(mesh: Mesh | None, batch: Tree, rows: int) -> Tree:
 
 
 def committed(tree: Tree) -> Tree:
-    """The tree's arrays on jax's first device, as a program's results are.
+    """The tree's arrays on this process's first device, as a program's results are.
 
     jax compiles a program once for arrays that could be on any device and again for
     those that it gave back.
     """
-    return jax.device_put(tree, jax.devices()[0])
+    return jax.device_put(tree, jax.local_devices()[0])
 
 
 def padded(mesh: Mesh | None, batch: Tree) -> Tree:
