@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from softbottle import config as configs
-from softbottle import model
+from softbottle import model, sharding
 from softbottle.data import synthetic
 from softbottle.data.batches import Stream
 from softbottle.training import checkpoint, lock, metrics, optim, programs, state
@@ -104,7 +104,7 @@ class Parts:
         state = step_lib.init_state(self.config, self.model, self.tx)
         # As a restored state is: tied to its device. One that is not would be a
         # second signature of the step, and count as a compilation of its own.
-        return jax.device_put(state, jax.devices()[0])
+        return sharding.committed(state)
 
     def go(self, state, steps):
         for _ in range(steps):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from softbottle import model as models
+from softbottle import sharding
 from softbottle.data.batches import Batch
 from softbottle.training import optim, programs
 from softbottle.training import step as steps
@@ -28,7 +29,7 @@ def make(**fields):
     """(config, step, state, batch) of a tiny model."""
     config = tiny.make_config(**fields)
     model, tx = models.make(config, VOCAB), optim.make(config.optim)
-    state = jax.device_put(steps.init_state(config, model, tx), jax.devices()[0])
+    state = sharding.committed(steps.init_state(config, model, tx))
     ids_BS = np.ones((4, 5), np.int32)
     batch = Batch(ids_BS, ids_BS, np.ones((4, 5), np.float32), ids_BS)
     return config, steps.make_step(config, model, tx), state, batch
