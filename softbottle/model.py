@@ -106,13 +106,14 @@ class Model:
         """Options of `jax.jit` for whole steps.
 
         Of the GEMMs of a step on a GPU, XLA also writes variants in Triton, compiles
-        them and times them. Recurrent steps are compiled in much less time without, and
-        are no slower; a transformer's is faster with them (docs/results/step.md). Who
-        names the option in XLA_FLAGS decides.
+        them and times them. Where a kernel of ours computes the recurrence, a step is
+        compiled in much less time without, and is no slower; other LSTMs and
+        transformers may be slower (docs/results/step.md). Who names the option in
+        XLA_FLAGS decides.
         """
         option = "xla_gpu_enable_triton_gemm"
-        recurrent = self.config.model.backbone == "awd_lstm"
-        if not recurrent or self.device.platform != "gpu":
+        rows = self.config.data.rows // self.config.optim.accumulate
+        if self.backbone.recurrence(rows) != "persistent":
             return None
         named = option in os.environ.get("XLA_FLAGS", "")
         return None if named else {option: False}

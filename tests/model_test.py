@@ -11,9 +11,9 @@ import softbottle
 from softbottle import config as configs
 from softbottle import heads, sharding
 from softbottle import model as models
+from softbottle.backbones import awd_lstm
 from softbottle.data.batches import Batch
 from tests import tiny
-from tests.ops import devices
 
 VOCAB, WIDTH, LAST, ROWS, LENGTH = 11, 5, 7, 3, 6
 CLOSE = {"rtol": 2e-5, "atol": 1e-6}
@@ -484,19 +484,19 @@ def test_a_model_says_how_its_step_is_computed():
 
 
 @pytest.mark.parametrize(
-    ("backbone", "device", "flags", "options"),
+    ("backbone", "recurrence", "flags", "options"),
     [
-        ("awd_lstm", devices.H200, "", {"xla_gpu_enable_triton_gemm": False}),
-        ("awd_lstm", devices.H200, "--xla_gpu_enable_triton_gemm=true", None),
-        ("awd_lstm", devices.CPU, "", None),
-        ("transformer", devices.H200, "", None),
+        ("awd_lstm", "persistent", "", {"xla_gpu_enable_triton_gemm": False}),
+        ("awd_lstm", "persistent", "--xla_gpu_enable_triton_gemm=true", None),
+        ("awd_lstm", "wavefront", "", None),
+        ("transformer", None, "", None),
     ],
 )
-def test_recurrent_steps_on_a_gpu_have_no_gemms_by_triton(
-    monkeypatch, backbone, device, flags, options
+def test_steps_with_our_recurrent_kernel_have_no_gemms_by_triton(
+    monkeypatch, backbone, recurrence, flags, options
 ):
     monkeypatch.setenv("XLA_FLAGS", flags)
-    monkeypatch.setattr(models.Model, "device", device)
+    monkeypatch.setattr(awd_lstm.AwdLstm, "recurrence", lambda *_: recurrence)
     model = models.make(configs.validate(make_config("mos", backbone)), VOCAB)
     assert model.compiler_options == options
 
