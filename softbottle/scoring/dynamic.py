@@ -91,7 +91,7 @@ def root_mean_squares(
         )
         return jax.tree.map(lambda total, g: total + jnp.square(g), sums, grads), carry
 
-    zeros = jax.tree.map(jnp.zeros_like, params)
+    zeros = jax.jit(functools.partial(jax.tree.map, jnp.zeros_like))(params)
     sums, carry = sharding.committed((zeros, model.initial_carry(settings.rows)))
     count = 0
     stream = batches.evaluation(train, settings.rows, settings.length)
@@ -99,7 +99,7 @@ def root_mean_squares(
     for batch in tqdm.tqdm(stream, "gradient statistics", total, unit="batch"):
         sums, carry = add(params, sums, batch, carry)
         count += 1
-    return jax.tree.map(lambda total: jnp.sqrt(total / count), sums)
+    return _roots(sums, count)
 
 
 def evaluate(
@@ -168,6 +168,13 @@ def _mean_nll(model, params, batch, carry):
     return total / jnp.maximum(jnp.sum(batch.weights_BS), 1.0), (total, carry)
 
 
+# Each as one program: op by op every shape would have one of its own.
+@jax.jit
+def _roots(sums, count):
+    return jax.tree.map(lambda total: jnp.sqrt(total / count), sums)
+
+
+@functools.partial(jax.jit, static_argnames="decay")
 def _decay_rates(scale, decay):
     means = [jnp.mean(ms) for ms in jax.tree.leaves(scale)]
     mean = sum(means) / len(means)
