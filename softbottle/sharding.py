@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from softbottle import config as config_lib
@@ -178,6 +178,12 @@ def committed(tree: Tree) -> Tree:
     those that it gave back.
     """
     return jax.device_put(tree, jax.local_devices()[0])
+
+
+def on_first_device(shapes: Tree) -> Tree:
+    """The shapes of what `committed` gives."""
+    place = SingleDeviceSharding(jax.local_devices()[0])
+    return jax.tree.map(lambda leaf: leaf.update(sharding=place), shapes)
 
 
 def padded(mesh: Mesh | None, batch: Tree) -> Tree:

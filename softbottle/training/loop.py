@@ -129,8 +129,9 @@ def _train(config, workdir, at_end):
     with lock.Lock(workdir) if leads else contextlib.nullcontext() as held:
         trainer = _prepare(config, workdir, held)
         try:
-            state, history = _start(trainer)
-            state, history, finished = _loop(trainer, state, history)
+            with _programs(trainer) as begin:
+                state, history = _start(trainer, begin)
+                state, history, finished = _loop(trainer, begin, state, history)
         except BaseException as error:
             # Closing the checkpoints would wait for processes that are dead or at work.
             if jax.process_count() > 1:
@@ -183,11 +184,13 @@ def _prepare(config, workdir, held):
     )
 
 
-def _start(trainer):
+def _start(trainer, begin):
     """The newest checkpoint's state and history, or those of a new run."""
     config, mesh = trainer.config, trainer.mesh
     tx = optim.make(config.optim)
     if trainer.latest.latest() is None:
+        if mesh is None:
+            begin(_next_batch(trainer.stream).ids_BS.shape[1])
         state, history = _first_state(trainer, tx), History()
     else:
         like = step_lib.abstract_state(config, trainer.model, tx, mesh)
@@ -232,20 +235,40 @@ def _best_loss(trainer):
     return host.get("valid_loss", math.inf)
 
 
-def _programs(trainer, state, batch):
-    """The step for every width of a batch, compiled or of an earlier process."""
+def _next_batch(stream):
+    """What the stream will give next, which it still will."""
+    position = stream.position
+    batch = stream.next()
+    stream.seek(position)
+    return batch
+
+
+@contextlib.contextmanager
+def _programs(trainer):
+    """The step for every width of a batch, compiled or of an earlier process.
+
+    They are begun from shapes, so that a step is lowered while the program that makes
+    the first state is compiled.
+    """
+    config, model = trainer.config, trainer.model
+    if trainer.mesh is not None:
+        yield None
+        return
     kept = None
     if (folder := programs.folder()) is not None:
-        config, vocab = trainer.config, trainer.model.vocab
 
         def kept(arguments):
-            return folder / programs.name(config, vocab, arguments)
+            return folder / programs.name(config, model.vocab, arguments)
 
-    widths = trainer.stream.widths
-    return step_lib.compiling(trainer.step, state, batch, widths, kept)
+    like = step_lib.abstract_state(config, model, optim.make(config.optim), None)
+    batch, widths = _next_batch(trainer.stream), trainer.stream.widths
+    with step_lib.compiling(
+        trainer.step, sharding.on_first_device(like), batch, widths, kept
+    ) as begin:
+        yield begin
 
 
-def _loop(trainer, state, history):
+def _loop(trainer, begin, state, history):
     """Step until the run's bound, a stop rule or a signal to stop."""
     train, stream = trainer.config.train, trainer.stream
     step, rows = int(state.step), trainer.config.data.rows
@@ -262,17 +285,13 @@ def _loop(trainer, state, history):
         stopping.watch() as asked_to_stop,
         contextlib.closing(report),
         contextlib.closing(trace),
-        contextlib.ExitStack() as stack,
     ):
-        program = None
         while _continues(train, step, stream.epoch, history):
             epoch, position = stream.epoch, stream.position
             batch = sharding.to_mesh(trainer.mesh, stream.next(), rows)
             take = trainer.step
             if trainer.mesh is None:
-                if program is None:
-                    program = stack.enter_context(_programs(trainer, state, batch))
-                take = program(batch.ids_BS.shape[1])
+                take = begin(batch.ids_BS.shape[1]).result()
             state, measured = take(state, batch, stream.starts_epoch)
             # Sent for together, and on their way while the next step runs.
             for value in measured.values():

@@ -5,8 +5,8 @@ one place (sharding.py), before a step and after it, so that a step is compiled 
 """
 
 import contextlib
-import os
 import pathlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from typing import Any
@@ -93,23 +93,26 @@ def compiling(
     batch: Batch,
     widths: Sequence[int],
     kept: Callable[[Any], pathlib.Path] | None = None,
-) -> Iterator[Callable[[int], jax.stages.Compiled]]:
+) -> Iterator[Callable[[int], futures.Future[jax.stages.Compiled]]]:
     """Compile a step for batches of several widths, side by side.
 
-    Tracing and lowering are Python's, and in the thread of the caller, whose settings
-    of jax they read: whenever it would wait for one width, it lowers another.
+    Tracing and lowering are Python's. One thread does them for one width after the
+    other, what was asked for first, so that who waits for a program waits for that one
+    alone. A thread does not see what a context manager has set of jax in another: with
+    such settings a width is lowered when it is asked for, by the thread that asks.
 
     Args:
         step: what `make_step` gives, without a mesh.
-        state: as the first step takes it; only shapes and places are read.
+        state: as the first step takes it, or its shapes and places, which are read.
         batch: any; only its rows and types are read.
         widths: how many columns batches may have.
         kept: the file in which the program for such arguments is kept (programs.py),
             and from which it is taken if it is there; None keeps nothing.
 
     Yields:
-        A function from a width to the step's program. What is not begun when the
-        context ends is left.
+        A function from a width to the step's program, which is begun if it was not.
+        The other widths follow by themselves. What is not begun when the context ends
+        is left.
     """
     like = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(
@@ -117,40 +120,63 @@ def compiling(
         ),
         state,
     )
+    lowering = futures.ThreadPoolExecutor(1)
+    # For every width one that waits or compiles, and one that writes its file.
+    pool = futures.ThreadPoolExecutor(2 * len(widths))
     begun: dict[int, futures.Future[jax.stages.Compiled]] = {}
-    pool = futures.ThreadPoolExecutor(os.cpu_count())
+    writing: list[futures.Future[None]] = []
+    lock, ended = threading.Lock(), threading.Event()
+    shared = lowering.submit(_settings).result() == _settings()
 
-    def begin(width):
+    def lower(width):
         columns = jax.tree.map(
             lambda array: jax.ShapeDtypeStruct((len(array), width), array.dtype), batch
         )
         arguments = (like, columns, True)
         path = None if kept is None else kept(arguments)
         found = None if path is None else programs.load(path)
-        if found is not None:
-            begun[width] = pool.submit(lambda: found)
-        else:
-            begun[width] = pool.submit(_compiled, step.lower(*arguments), path)
-
-    def program(width):
-        if width not in begun:
-            begin(width)
-        while not begun[width].done() and (left := set(widths) - set(begun)):
+        made = step.lower(*arguments) if found is None else None
+        left = set(widths) - set(begun)
+        if shared and left and not ended.is_set():
             begin(max(left))  # short batches are rare where lengths vary
-        return begun[width].result()
+        return found, made, path
+
+    def compiled(lowered):
+        found, made, path = lowered.result()
+        if found is not None:
+            return found
+        program = made.compile()
+        if path is not None:
+            writing.append(pool.submit(programs.save, path, program))
+        return program
+
+    def begin(width):
+        with lock:
+            if width not in begun:
+                lowered = (lowering if shared else _Here()).submit(lower, width)
+                begun[width] = pool.submit(compiled, lowered)
+            return begun[width]
 
     try:
-        yield program
+        yield begin
     finally:
+        ended.set()
+        lowering.shutdown(wait=False, cancel_futures=True)
+        futures.wait(writing)
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _compiled(lowered, path):
-    """A program, which is kept in a file if there is to be one."""
-    program = lowered.compile()
-    if path is not None:
-        programs.save(path, program)
-    return program
+class _Here(futures.Executor):
+    """An executor that does what it is given at once, in the caller's thread."""
+
+    def submit(self, do, /, *arguments):
+        done = futures.Future()
+        done.set_result(do(*arguments))
+        return done
+
+
+def _settings():
+    return dict(jax.config.values)
 
 
 def init_state(

@@ -3,6 +3,7 @@ import os
 import pathlib
 import shutil
 import signal
+import threading
 import time
 
 import chex
@@ -114,6 +115,29 @@ class Parts:
             length = int(batch.weights_BS.sum(axis=1).max())
             self.rates.append((length, measured["learning_rate"]))
         return state, measured
+
+
+def test_the_step_is_lowered_while_the_first_state_is_made(tmp_path, monkeypatch):
+    make_step, init_state = step_lib.make_step, step_lib.init_state
+    lowered = threading.Event()
+
+    class Told:
+        """A step that tells when it is lowered."""
+
+        def __init__(self, *arguments):
+            self.step = make_step(*arguments)
+
+        def lower(self, *arguments):
+            lowered.set()
+            return self.step.lower(*arguments)
+
+    def init_last(*arguments):
+        assert lowered.wait(60)
+        return init_state(*arguments)
+
+    monkeypatch.setattr(step_lib, "make_step", Told)
+    monkeypatch.setattr(step_lib, "init_state", init_last)
+    train.run(tiny(train__steps=1, train__epochs=None), tmp_path)
 
 
 @pytest.fixture(scope="module")

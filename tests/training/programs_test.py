@@ -44,8 +44,8 @@ class Refused:
 
 def run(step, state, batch, kept):
     """The program of the batch's width, and what it gives; the state is kept."""
-    with steps.compiling(step, state, batch, (5,), kept) as program:
-        take = program(5)
+    with steps.compiling(step, state, batch, (5,), kept) as begin:
+        take = begin(5).result()
     return take(jax.tree.map(lambda leaf: leaf.copy(), state), batch, True)
 
 

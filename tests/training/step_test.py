@@ -25,11 +25,11 @@ def make(config):
 def test_widths_are_compiled_ahead_and_not_again(compiled):
     step, state, batch = make(tiny.make_config())
     narrow = jax.tree.map(lambda array: array[:, :3], batch)
-    with steps.compiling(step, state, batch, (3, 5)) as program:
-        program(5), program(3)
+    with steps.compiling(step, state, batch, (3, 5)) as begin:
+        begin(5).result(), begin(3).result()
         compiled.clear()
         for each, fresh in ((batch, True), (narrow, False)):
-            take = program(each.ids_BS.shape[1])
+            take = begin(each.ids_BS.shape[1]).result()
             state, measured = take(state, each, fresh)
         jax.block_until_ready(measured)
     assert not compiled
@@ -39,10 +39,10 @@ def test_the_program_reads_the_settings_of_the_thread_that_asks_for_it():
     step, state, batch = make(tiny.make_config())
     with (
         jax.default_matmul_precision("highest"),
-        steps.compiling(step, state, batch, (3, 5)) as program,
+        steps.compiling(step, state, batch, (3, 5)) as begin,
     ):
         for width in (5, 3):
-            assert "operand_precision={highest" in program(width).as_text()
+            assert "operand_precision={highest" in begin(width).result().as_text()
 
 
 def test_while_one_width_is_compiled_the_next_is_lowered():
@@ -62,6 +62,6 @@ def test_while_one_width_is_compiled_the_next_is_lowered():
             assert all_lowered.wait(60)
             return "program"
 
-    with steps.compiling(Slow(), state, batch, (3, 4, 5)) as program:
-        assert program(4) == "program"
+    with steps.compiling(Slow(), state, batch, (3, 4, 5)) as begin:
+        assert begin(4).result() == "program"
     assert lowered == [4, 5, 3]
