@@ -25,7 +25,8 @@ class Arm(NamedTuple):
 
     Attributes:
         head: settings of `config.head`; all others have the head's default.
-        match: what a softmax is to have in common with REFERENCE or with itself.
+        match: what a softmax, plain or projected, is to have in common with REFERENCE
+            or with itself.
 
             width       half of the softmax's
             parameters  at most as many as REFERENCE, as nearly as the width gives it
@@ -54,6 +55,8 @@ def _mixtures(name, components, contexts, first=False):
     }
 
 
+# A mixture of one: what its projection between state and table does by itself.
+_PROJECTED = {"name": "mos", "components": 1, "context": "residual"}
 _ALL, _TWO = ("tanh", "residual", "linear"), ("tanh", "residual")
 ARMS = {
     SOFTMAX: Arm({"name": "softmax"}, first=True),
@@ -61,13 +64,10 @@ ARMS = {
     "softmax-parameters": Arm({"name": "softmax"}, "parameters"),
     "softmax-time-trunk": Arm({"name": "softmax"}, "trunk"),
     "softmax-time-passes": Arm({"name": "softmax"}, "passes"),
-    # A mixture of one: what its projection between state and table does by itself.
-    "softmax-projected": Arm(
-        {"name": "mos", "components": 1, "context": "residual"}, first=True
-    ),
-    "softmax-projected-tanh": Arm(
-        {"name": "mos", "components": 1, "context": "tanh"}, first=True
-    ),
+    "softmax-projected": Arm(_PROJECTED, first=True),
+    "softmax-projected-tanh": Arm(_PROJECTED | {"context": "tanh"}, first=True),
+    "softmax-projected-trunk": Arm(_PROJECTED, "trunk"),
+    "softmax-projected-passes": Arm(_PROJECTED, "passes"),
     "sigsoftmax": Arm({"name": "sigsoftmax"}),
     "softcap": Arm({"name": "softcap", "cap": 30.0}),
     **_mixtures("moc", 7, _ALL, first=True),

@@ -9,6 +9,7 @@ from typing import Any
 
 import matplotlib.axes
 import matplotlib.backends.backend_agg
+import matplotlib.ticker
 import numpy as np
 from matplotlib.lines import Line2D
 
@@ -105,9 +106,12 @@ def _scatter(axes, found, field, unit):
     low, high = axes.get_xlim()
     spread = math.sqrt(max(1.0, 2 * low / high))
     axes.set_xlim(low / spread, high * spread)
+    # Near enough to each other for a factor of two, and apart over several.
+    ticks = matplotlib.ticker.LogLocator(subs=(1, 1.25, 1.5, 2, 3, 5, 7))
+    axes.xaxis.set_major_locator(ticks)
+    axes.xaxis.set_minor_formatter("")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter("{x:.4g}")
-        axis.set_minor_formatter("{x:.4g}")
     axes.tick_params(axis="x", which="both", labelsize=8, length=3, pad=4)
 
 

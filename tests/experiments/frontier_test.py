@@ -423,13 +423,16 @@ def test_rivals_have_the_mixtures_parameters_and_its_flop(backbone):
     for name, size in sizes.items():
         setattr(config.model, name, size)
     variants = Variants(config, 5003, 10, TEXT)
-    softmax, mixture = (variants.make(arm, 0.01, 0) for arm in PAIR)
-    trunk = variants.make("softmax-time-trunk", 0.01, 0)
-    assert trunk.flop == pytest.approx(mixture.flop, rel=0.03)
-    assert trunk.config.model.hidden_dim > softmax.config.model.hidden_dim
-    passes = variants.make("softmax-time-passes", 0.01, 0)
-    assert passes.steps == 10 * round(mixture.flop / softmax.flop) > 10
-    assert passes.config.optim.decay_steps == passes.steps - 1
+    mixture = variants.make(PAIR[1], 0.01, 0)
+    for arm, rival in ("softmax", "softmax-time"), ("softmax-projected",) * 2:
+        plain = variants.make(arm, 0.01, 0)
+        trunk = variants.make(f"{rival}-trunk", 0.01, 0)
+        assert trunk.flop == pytest.approx(mixture.flop, rel=0.03)
+        assert trunk.config.model.hidden_dim > plain.config.model.hidden_dim
+        passes = variants.make(f"{rival}-passes", 0.01, 0)
+        assert passes.steps == 10 * round(mixture.flop / plain.flop) > 10
+        assert passes.config.optim.decay_steps == passes.steps - 1
+        assert trunk.head == passes.head == plain.head
     equal = variants.make("softmax-parameters", 0.01, 0)
     assert 0.9 * mixture.parameters < equal.parameters <= mixture.parameters
 
