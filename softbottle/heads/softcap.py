@@ -39,8 +39,13 @@ class Softcap(PlainOrMixed):
     def activation(self, params: base.Params) -> Activation:
         """Cap tanh(z / cap); see `Head.activation`."""
         del params
-        unit = 2 / self.cap
-        return Activation(_capped, (self.cap,), base2=_capped_base2, unit=unit)
+        return Activation(
+            _capped,
+            (self.cap,),
+            base2=_capped_base2,
+            unit=2 / self.cap,
+            bound=self.cap,
+        )
 
 
 @checks.factory

@@ -39,6 +39,7 @@ class Activation(NamedTuple):
             two. None if no such form is known; then plain XLA computes the loss.
         unit: the unit of z there. The kernel multiplies by log2(e) in any case, and by
             a factor of g's along with it.
+        bound: the largest |g(z)| of a word; None if there is none.
     """
 
     apply: Callable[[tuple, jax.Array], jax.Array]
@@ -46,6 +47,7 @@ class Activation(NamedTuple):
     params: tuple[jax.Array, ...] = ()
     base2: Base2 | None = None
     unit: float = 1.0
+    bound: float | None = None
 
     @property
     def theta(self) -> tuple:

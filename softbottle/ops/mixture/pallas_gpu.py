@@ -19,7 +19,8 @@ themselves may thus change places.
 References are the labels' scores, as a rule near the largest. Rows whose sum shows that
 theirs is too low, by `FAR` nats, are done again with their normalizers, in place and
 for their tiles of rows alone. How many there are is known to the device only, and the
-host need not wait for it: two more calls find nothing to do, as a rule.
+host need not wait for it: two more calls find nothing to do, as a rule. Scores that are
+bounded by FAR need no reference.
 
 One block of threads is three warpgroups: one copies tiles into a ring in shared memory,
 two multiply, each half of the tile's rows. The grid is persistent, one block a
@@ -140,20 +141,26 @@ def _first_product(
         e_RP, sum_JR = call(_Inputs(*tables, near_R, tilt_2R))
         each = (e_RP, jnp.sum(sum_JR, axis=0), near_R)
         return *map(by_class, each), None
-    e_RP, sum_JR, *key_JR = call(_Inputs(*tables, near_R), peaks=peaks)
+    bounded = activation.bound is not None and activation.bound <= FAR
+    # What is no number stays none.
+    ref_R = jnp.where(jnp.isnan(near_R), near_R, 0.0) if bounded else near_R
+    e_RP, sum_JR, *key_JR = call(_Inputs(*tables, ref_R), peaks=peaks)
     total_R = jnp.sum(sum_JR, axis=0)
-    far_R, which = _far_tiles(total_R)
-    # What these give for other rows was never written.
-    lse_R = _combined(*call(_Inputs(*tables, which=which)))
-    ref_R = jnp.where(far_R, lse_R, near_R)
-    redone = _Inputs(*tables, ref_R, which=which, e_RP=e_RP)
-    e_RP, sum_JR, *new_JR = call(redone, peaks=peaks)
-    total_R = jnp.where(far_R, jnp.sum(sum_JR, axis=0), total_R)
+    if not bounded:
+        far_R, which = _far_tiles(total_R)
+        # What these give for other rows was never written.
+        lse_R = _combined(*call(_Inputs(*tables, which=which)))
+        ref_R = jnp.where(far_R, lse_R, near_R)
+        redone = _Inputs(*tables, ref_R, which=which, e_RP=e_RP)
+        e_RP, sum_JR, *new_JR = call(redone, peaks=peaks)
+        total_R = jnp.where(far_R, jnp.sum(sum_JR, axis=0), total_R)
+        key_JR = [
+            jnp.where(far_R[None], *both) for both in zip(new_JR, key_JR, strict=True)
+        ]
     each = (e_RP, total_R, ref_R)
     if not peaks:
         return *map(by_class, each), None
-    key_JR = jnp.where(far_R[None], new_JR[0], key_JR[0])
-    return *map(by_class, each), jax.tree.map(by_class, _peak(key_JR, ref_R))
+    return *map(by_class, each), jax.tree.map(by_class, _peak(key_JR[0], ref_R))
 
 
 def _peak(key_JR, ref_R):

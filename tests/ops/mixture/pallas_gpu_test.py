@@ -105,9 +105,28 @@ def test_padding_rows_get_nothing(name):
     assert not np.any(np.asarray(result[1][2][270:], np.float32))
 
 
-@pytest.mark.parametrize("budget", [2**15, 2**30])
-def test_rows_far_above_their_labels_are_done_again(budget):
-    """One word wins by hundreds of nats in a few tokens, of one tile of rows or two."""
+def capped(cap):
+    return softbottle.softcap(cap).activation({}), {"cap": cap}
+
+
+@pytest.mark.parametrize(
+    ("name", "budget", "again"),
+    [("softmax", 2**15, True), ("softmax", 2**30, True)]
+    + [(20.0, 2**30, False), (100.0, 2**30, True)],
+)
+def test_rows_far_above_their_labels_are_done_again(name, budget, again, monkeypatch):
+    """One word wins by hundreds of nats in a few tokens, of one tile of rows or two.
+
+    Where scores are bounded, none is too far.
+    """
+    activation, formula = ACTIVATIONS.get(name) or capped(name)
+    called, call = [], pallas_gpu._call
+
+    def counted(activation, options, inputs, *others, **named):
+        called.append(inputs.which is not None)
+        return call(activation, options, inputs, *others, **named)
+
+    monkeypatch.setattr(pallas_gpu, "_call", counted)
     sizes = {"tokens": 100, "components": 2, "width": 16, "vocab": 600}
     problem = make_problem(**sizes)
     problem.table_VE[7] *= 60
@@ -117,7 +136,9 @@ def test_rows_far_above_their_labels_are_done_again(budget):
     own_TK1 = np.take_along_axis(score_TKV, exact.labels_T[:, None, None], axis=2)
     far_T = np.any(score_TKV - own_TK1 > pallas_gpu.FAR, axis=(1, 2))
     assert 0 < far_T.sum() < 64 and not far_T[64:].any()
-    check(run(ours, SOFTMAX, budget_bytes=budget), loss_and_gradient(exact))
+    result = run(ours, activation, budget_bytes=budget)
+    check(result, loss_and_gradient(exact, **formula))
+    assert any(called) == again and called
 
 
 def with_argmax(problem, activation, options):
