@@ -1,3 +1,5 @@
+import contextlib
+
 import chex
 import jax
 import numpy as np
@@ -56,17 +58,23 @@ def text(tmp_path_factory):
 def trained(text, tmp_path_factory):
     """(config, workdir, summary, programs of the step) of a run from scratch."""
     workdir = tmp_path_factory.mktemp("run")
-    programs, compiled = [], step_lib._compiled
+    programs, compiling = set(), step_lib.compiling
 
+    @contextlib.contextmanager
     def watched(*arguments):
-        programs.append(compiled(*arguments))
-        return programs[-1]
+        with compiling(*arguments) as begin:
+
+            def watch(width):
+                programs.add(begin(width).result())
+                return begin(width)
+
+            yield watch
 
     config = make_config(
         model__layers=1, optim__patience=1, train__epochs=EPOCHS, **text
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step_lib, "_compiled", watched)
+        patch.setattr(step_lib, "compiling", watched)
         patch.setattr(batches, "WIDTHS", WIDTHS)  # each is seconds of compiling
         summary = train.run(config, workdir)
     return config, workdir, summary, len(programs)
