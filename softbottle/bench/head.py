@@ -2,7 +2,8 @@
 
 A task has a "case" (sizes), a "kind", an "implementation" of ops/mixture/api.py,
 "budget_mib" (0: the default), "seconds" of timing and "check_flop", beyond which the
-check takes fewer tokens. Kinds:
+check takes fewer tokens. With "bias" False words have none, as for the peers that take
+none (libraries.py). Kinds:
 
     loss         the mean nll and its gradient by prior, context, table and bias
     evaluation   nll per token, forward only
@@ -95,7 +96,7 @@ def truth(inputs: Inputs, labels_T: jax.Array) -> oracle.Expected:
         )
 
 
-def gradient_of(options: Options) -> jax.stages.Wrapped:
+def gradient_of(options: Options, bias: bool = True) -> jax.stages.Wrapped:
     """(inputs, labels_T) -> the mean loss and its gradients, compiled."""
 
     def mean_nll(inputs, labels_T):
@@ -104,7 +105,20 @@ def gradient_of(options: Options) -> jax.stages.Wrapped:
         targets = Targets(labels_T, weights_T)
         return api.loss(*inputs.paired, targets, options=options)
 
-    return jax.jit(jax.value_and_grad(mean_nll))
+    return _compiled(mean_nll, bias)
+
+
+def _compiled(mean, bias):
+    """The value and gradients of a mean; without a bias that of three inputs."""
+    if bias:
+        return jax.jit(jax.value_and_grad(mean))
+
+    def without(inputs, labels_T):
+        words = len(inputs[2])
+        return mean(Inputs(*inputs, jnp.zeros(words, jnp.float32)), labels_T)
+
+    three = jax.value_and_grad(without)
+    return jax.jit(lambda inputs, labels_T: three(inputs[:3], labels_T))
 
 
 def check_gradient(
@@ -131,7 +145,7 @@ def check_nll(nll_T: jax.Array, expected: oracle.Expected) -> Row:
 
 
 def _loss(task, case):
-    function = gradient_of(options_of(task))
+    function = gradient_of(options_of(task), task.get("bias", True))
     return _against_truth(task, case, function, check_gradient)
 
 
@@ -151,7 +165,7 @@ def _per_token(task, case):
     def mean(inputs, labels_T):
         return jnp.mean(api.nll(*inputs.paired, labels_T, options=options))
 
-    function = jax.jit(jax.value_and_grad(mean))
+    function = _compiled(mean, task.get("bias", True))
     return _against_truth(task, case, function, check_gradient)
 
 
@@ -160,7 +174,8 @@ def _against_truth(task, case, function, check):
     if task["implementation"] == "reference" and dense > _capacity():
         reason = f"skipped: the dense logits take {dense / 2**30:.0f} GiB"
         return {"status": "skipped", "reason": reason}
-    prepared, programs = _prepared(case, task["check_flop"])
+    bias = task.get("bias", True)
+    prepared, programs = _prepared(case, task["check_flop"], bias)
     arguments = (prepared.inputs, prepared.labels_T)
     checked = None
     if prepared.tokens < case.tokens:
@@ -243,9 +258,11 @@ KINDS = {
 
 
 @problem.keep_last
-def _prepared(case, check_flop):
+def _prepared(case, check_flop, bias):
     """The case's arrays and truth; and by program, the variant and row it gave."""
     inputs, labels_T = make_inputs(case)
+    if not bias:
+        inputs = inputs._replace(bias_V=jnp.zeros_like(inputs.bias_V))
     tokens = case.tokens_within(check_flop)
     expected = truth(*_cut(inputs, labels_T, tokens))
     return Prepared(inputs, labels_T, expected, tokens), {}

@@ -101,8 +101,15 @@ def head(
             for task in _asked(case, implementations[0], asked, chosen)
         ]
         return summary("head", machine | {"ceiling_tflops": limit}, _beside(rows))
+    bare = not all(
+        variant.bias
+        for peer in peers
+        for variant in libraries.PEERS[peer].variants.values()
+    )
     ours = [
-        task for case in cases for task in _ours(case, implementations, sweep, chosen)
+        task
+        for case in cases
+        for task in _ours(case, implementations, sweep, chosen, bare)
     ]
     theirs = [task for case in cases for task in _theirs(case, peers, sweep)]
     rows = [run_and_report(ask, OURS, common | task) for task in ours]
@@ -316,7 +323,9 @@ def _beside_ms(row, other):
     return row["beside_ms"] if softmax else other["ms"]
 
 
-def _ours(case, implementations, sweep, heads):
+def _ours(case, implementations, sweep, heads, bare):
+    """Our tasks for a case; `bare` asks for the loss without a bias as well."""
+
     def ours(variant, kind, products, family="ours", **fields):
         return head_task(case, variant, kind, products) | {"family": family, **fields}
 
@@ -327,6 +336,12 @@ def _ours(case, implementations, sweep, heads):
     tasks.append(ours(f"{implementations[0]}, evaluation", "evaluation", 1, **first))
     # It takes four products; three are what the gradient needs.
     tasks.append(ours(f"{implementations[0]}, per token", "per token", 3, **first))
+    if bare:
+        fields = first | {"bias": False}
+        name = f"{implementations[0]}, no bias"
+        tasks.append(ours(name, "loss", 3, **fields))
+        name = f"{implementations[0]}, per token, no bias"
+        tasks.append(ours(name, "per token", 3, **fields))
     tasks.append(ours("bare products", "products", 3, "bare"))
     if case.components > 1:
         single = case._replace(components=1)

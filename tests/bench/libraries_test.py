@@ -162,6 +162,24 @@ def test_tokamax_is_raced_without_torch(monkeypatch):
         raced(monkeypatch, ["tokamax", "liger"], 3)
 
 
+@pytest.mark.parametrize(
+    "peers, without",
+    [(["tokamax"], ["blocked, no bias", "blocked, per token, no bias"]), (["cce"], [])],
+)
+def test_beside_a_peer_without_a_bias_ours_has_none_either(monkeypatch, peers, without):
+    monkeypatch.setattr(race.importlib.util, "find_spec", lambda name: name)
+    result = race.head(Recorder(), [], ["blocked"], peers, heads=[])
+    found = [row for row in result["rows"] if row.get("bias") is False]
+    assert [row["variant"] for row in found] == without
+    for row in found:
+        task = {"seconds": 0.01, "check_flop": 1e12, "budget_mib": 0}
+        told = [name for name in row if name not in ("status", "ms", "tflops", "over")]
+        done = worker.in_process(race.OURS, task | {name: row[name] for name in told})
+        assert done["status"] == "ok" and done["loss_error"] < 1e-4
+        errors = {name for name in done if name.startswith("error_")}
+        assert errors == {"error_log_prior", "error_context", "error_table"}
+
+
 @pytest.mark.parametrize("count", [2, 5])
 def test_no_gradient_but_the_bias_may_be_missing(count):
     wanted = oracle.Expected(None, ("a", "b", "c", "d"))
