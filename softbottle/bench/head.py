@@ -175,11 +175,11 @@ def _against_truth(task, case, function, check):
         reason = f"skipped: the dense logits take {dense / 2**30:.0f} GiB"
         return {"status": "skipped", "reason": reason}
     bias = task.get("bias", True)
-    prepared, programs = _prepared(case, task["check_flop"], bias)
-    arguments = (prepared.inputs, prepared.labels_T)
+    ready, programs = prepared(case, task["check_flop"], bias)
+    arguments = (ready.inputs, ready.labels_T)
     checked = None
-    if prepared.tokens < case.tokens:
-        checked = _cut(*arguments, prepared.tokens)
+    if ready.tokens < case.tokens:
+        checked = cut(*arguments, ready.tokens)
     program = hash(function.lower(*arguments).as_text())
     # "auto" is most often the same program as the implementation that it chooses.
     if program in programs:
@@ -188,12 +188,12 @@ def _against_truth(task, case, function, check):
     row = measure.checked_and_timed(
         function,
         arguments,
-        lambda outputs: check(outputs, prepared.expected),
+        lambda outputs: check(outputs, ready.expected),
         task["seconds"],
         checked,
     )
     row |= {"flop": task["products"] * case.product_flop}
-    row |= {"checked_tokens": prepared.tokens}
+    row |= {"checked_tokens": ready.tokens}
     programs[program] = (task["variant"], row)
     return row
 
@@ -258,17 +258,20 @@ KINDS = {
 
 
 @problem.keep_last
-def _prepared(case, check_flop, bias):
+def prepared(
+    case: problem.Case, check_flop: float, bias: bool
+) -> tuple[Prepared, dict[int, Any]]:
     """The case's arrays and truth; and by program, the variant and row it gave."""
     inputs, labels_T = make_inputs(case)
     if not bias:
         inputs = inputs._replace(bias_V=jnp.zeros_like(inputs.bias_V))
     tokens = case.tokens_within(check_flop)
-    expected = truth(*_cut(inputs, labels_T, tokens))
+    expected = truth(*cut(inputs, labels_T, tokens))
     return Prepared(inputs, labels_T, expected, tokens), {}
 
 
-def _cut(inputs, labels_T, tokens):
+def cut(inputs: Inputs, labels_T: jax.Array, tokens: int) -> tuple[Inputs, jax.Array]:
+    """The first tokens."""
     return inputs._replace(
         log_prior_TK=inputs.log_prior_TK[:tokens],
         context_TKE=inputs.context_TKE[:tokens],

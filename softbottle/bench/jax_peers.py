@@ -27,13 +27,19 @@ def run_task(task: Row) -> Row:
     """Check and time one implementation."""
     variant = libraries.variant(task["peer"])
     case = problem.Case(*task["case"])
-    arguments, expected, tokens = _prepared(case, task["check_flop"])
+    (inputs, labels_T, expected, tokens), _ = head.prepared(
+        case, task["check_flop"], variant.bias
+    )
+    fewer = None
+    if tokens < case.tokens:
+        some, labels_C = head.cut(inputs, labels_T, tokens)
+        fewer = (*some[:3], labels_C)
     row = measure.checked_and_timed(
         gradient_of(task["peer"]),
-        arguments,
+        (*inputs[:3], labels_T),
         lambda outputs: head.check_gradient(outputs, expected),
         task["seconds"],
-        _cut(arguments, tokens) if tokens < case.tokens else None,
+        fewer,
         oracle.PEERS,
     )
     row |= {"flop": task["products"] * case.product_flop, "checked_tokens": tokens}
@@ -60,19 +66,3 @@ def gradient_of(implementation: str) -> jax.stages.Wrapped:
         return -jnp.mean(jax.nn.logsumexp(joint_TK, axis=1))
 
     return jax.jit(jax.value_and_grad(mean_nll, argnums=(0, 1, 2)))
-
-
-@problem.keep_last
-def _prepared(case, check_flop):
-    """The case's arrays without a bias, and the truth about its first tokens."""
-    inputs, labels_T = head.make_inputs(case)
-    inputs = inputs._replace(bias_V=jnp.zeros_like(inputs.bias_V))
-    arguments = (*inputs[:3], labels_T)
-    tokens = case.tokens_within(check_flop)
-    *cut, labels_C = _cut(arguments, tokens)
-    return arguments, head.truth(head.Inputs(*cut, inputs.bias_V), labels_C), tokens
-
-
-def _cut(arguments, tokens):
-    log_prior_TK, context_TKE, table_VE, labels_T = arguments
-    return log_prior_TK[:tokens], context_TKE[:tokens], table_VE, labels_T[:tokens]
