@@ -101,15 +101,15 @@ def head(
             for task in _asked(case, implementations[0], asked, chosen)
         ]
         return summary("head", machine | {"ceiling_tflops": limit}, _beside(rows))
-    bare = not all(
-        variant.bias
+    plain = any(
+        not variant.bias
         for peer in peers
         for variant in libraries.PEERS[peer].variants.values()
     )
     ours = [
         task
         for case in cases
-        for task in _ours(case, implementations, sweep, chosen, bare)
+        for task in _ours(case, implementations, sweep, chosen, plain)
     ]
     theirs = [task for case in cases for task in _theirs(case, peers, sweep)]
     rows = [run_and_report(ask, OURS, common | task) for task in ours]
@@ -323,8 +323,8 @@ def _beside_ms(row, other):
     return row["beside_ms"] if softmax else other["ms"]
 
 
-def _ours(case, implementations, sweep, heads, bare):
-    """Our tasks for a case; `bare` asks for the loss without a bias as well."""
+def _ours(case, implementations, sweep, heads, plain):
+    """Our tasks for a case; `plain` asks for the loss without a bias as well."""
 
     def ours(variant, kind, products, family="ours", **fields):
         return head_task(case, variant, kind, products) | {"family": family, **fields}
@@ -336,7 +336,7 @@ def _ours(case, implementations, sweep, heads, bare):
     tasks.append(ours(f"{implementations[0]}, evaluation", "evaluation", 1, **first))
     # It takes four products; three are what the gradient needs.
     tasks.append(ours(f"{implementations[0]}, per token", "per token", 3, **first))
-    if bare:
+    if plain:
         fields = first | {"bias": False}
         name = f"{implementations[0]}, no bias"
         tasks.append(ours(name, "loss", 3, **fields))

@@ -130,7 +130,7 @@ def _train(config, workdir, at_end):
         trainer = _prepare(config, workdir, held)
         try:
             with _programs(trainer) as begin:
-                state, history = _start(trainer, begin)
+                state, history = _start(trainer)
                 state, history, finished = _loop(trainer, begin, state, history)
         except BaseException as error:
             # Closing the checkpoints would wait for processes that are dead or at work.
@@ -184,13 +184,11 @@ def _prepare(config, workdir, held):
     )
 
 
-def _start(trainer, begin):
+def _start(trainer):
     """The newest checkpoint's state and history, or those of a new run."""
     config, mesh = trainer.config, trainer.mesh
     tx = optim.make(config.optim)
     if trainer.latest.latest() is None:
-        if mesh is None:
-            begin(_next_batch(trainer.stream).ids_BS.shape[1])
         state, history = _first_state(trainer, tx), History()
     else:
         like = step_lib.abstract_state(config, trainer.model, tx, mesh)
@@ -235,22 +233,14 @@ def _best_loss(trainer):
     return host.get("valid_loss", math.inf)
 
 
-def _next_batch(stream):
-    """What the stream will give next, which it still will."""
-    position = stream.position
-    batch = stream.next()
-    stream.seek(position)
-    return batch
-
-
 @contextlib.contextmanager
 def _programs(trainer):
     """The step for every width of a batch, compiled or of an earlier process.
 
-    They are begun from shapes, so that a step is lowered while the program that makes
-    the first state is compiled.
+    That of a new run's first batch is begun at once, from shapes: it is lowered while
+    the program that makes the first state is compiled.
     """
-    config, model = trainer.config, trainer.model
+    config, model, stream = trainer.config, trainer.model, trainer.stream
     if trainer.mesh is not None:
         yield None
         return
@@ -261,10 +251,13 @@ def _programs(trainer):
             return folder / programs.name(config, model.vocab, arguments)
 
     like = step_lib.abstract_state(config, model, optim.make(config.optim), None)
-    batch, widths = _next_batch(trainer.stream), trainer.stream.widths
+    position, batch = stream.position, stream.next()
+    stream.seek(position)
     with step_lib.compiling(
-        trainer.step, sharding.on_first_device(like), batch, widths, kept
+        trainer.step, sharding.on_first_device(like), batch, stream.widths, kept
     ) as begin:
+        if trainer.latest.latest() is None:
+            begin(batch.ids_BS.shape[1])
         yield begin
 
 

@@ -125,7 +125,7 @@ def compiling(
     pool = futures.ThreadPoolExecutor(2 * len(widths))
     begun: dict[int, futures.Future[jax.stages.Compiled]] = {}
     writing: list[futures.Future[None]] = []
-    lock, ended = threading.Lock(), threading.Event()
+    lock, ended = threading.RLock(), threading.Event()
     shared = lowering.submit(_settings).result() == _settings()
 
     def lower(width):
@@ -136,9 +136,10 @@ def compiling(
         path = None if kept is None else kept(arguments)
         found = None if path is None else programs.load(path)
         made = step.lower(*arguments) if found is None else None
-        left = set(widths) - set(begun)
-        if shared and left and not ended.is_set():
-            begin(max(left))  # short batches are rare where lengths vary
+        with lock:
+            left = set(widths) - set(begun)
+            if shared and left and not ended.is_set():
+                begin(max(left))  # short batches are rare where lengths vary
         return found, made, path
 
     def compiled(lowered):
@@ -153,7 +154,11 @@ def compiling(
     def begin(width):
         with lock:
             if width not in begun:
-                lowered = (lowering if shared else _Here()).submit(lower, width)
+                if shared:
+                    lowered = lowering.submit(lower, width)
+                else:
+                    lowered = futures.Future()
+                    lowered.set_result(lower(width))
                 begun[width] = pool.submit(compiled, lowered)
             return begun[width]
 
@@ -164,15 +169,6 @@ def compiling(
         lowering.shutdown(wait=False, cancel_futures=True)
         futures.wait(writing)
         pool.shutdown(wait=False, cancel_futures=True)
-
-
-class _Here(futures.Executor):
-    """An executor that does what it is given at once, in the caller's thread."""
-
-    def submit(self, do, /, *arguments):
-        done = futures.Future()
-        done.set_result(do(*arguments))
-        return done
 
 
 def _settings():
