@@ -40,6 +40,9 @@ from softbottle.training import (
 from softbottle.training import state as state_lib
 from softbottle.training import step as step_lib
 
+# Batches that are looked at for the order in which their widths are wanted.
+_AHEAD = 50
+
 
 @dataclasses.dataclass
 class History:
@@ -251,14 +254,22 @@ def _programs(trainer):
             return folder / programs.name(config, model.vocab, arguments)
 
     like = step_lib.abstract_state(config, model, optim.make(config.optim), None)
-    position, batch = stream.position, stream.next()
-    stream.seek(position)
+    batch, widths = _ahead(stream)
     with step_lib.compiling(
-        trainer.step, sharding.on_first_device(like), batch, stream.widths, kept
+        trainer.step, sharding.on_first_device(like), batch, widths, kept
     ) as begin:
         if trainer.latest.latest() is None:
-            begin(batch.ids_BS.shape[1])
+            begin(widths[0])
         yield begin
+
+
+def _ahead(stream):
+    """The next batch, and the widths of batches in the order of their first use."""
+    position = stream.position
+    batches = [stream.next() for _ in range(_AHEAD if len(stream.widths) > 1 else 1)]
+    stream.seek(position)
+    used = dict.fromkeys(batch.ids_BS.shape[1] for batch in batches)
+    return batches[0], tuple(used | dict.fromkeys(stream.widths))
 
 
 def _loop(trainer, begin, state, history):

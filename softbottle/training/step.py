@@ -105,14 +105,14 @@ def compiling(
         step: what `make_step` gives, without a mesh.
         state: as the first step takes it, or its shapes and places, which are read.
         batch: any; only its rows and types are read.
-        widths: how many columns batches may have.
+        widths: how many columns batches may have, what is wanted first to begin with.
         kept: the file in which the program for such arguments is kept (programs.py),
             and from which it is taken if it is there; None keeps nothing.
 
     Yields:
         A function from a width to the step's program, which is begun if it was not.
-        The other widths follow by themselves. What is not begun when the context ends
-        is left.
+        The other widths follow by themselves, in their order. What is not begun when
+        the context ends is left.
     """
     like = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(
@@ -137,9 +137,9 @@ def compiling(
         found = None if path is None else programs.load(path)
         made = step.lower(*arguments) if found is None else None
         with lock:
-            left = set(widths) - set(begun)
+            left = [each for each in widths if each not in begun]
             if shared and left and not ended.is_set():
-                begin(max(left))  # short batches are rare where lengths vary
+                begin(left[0])
         return found, made, path
 
     def compiled(lowered):

@@ -140,6 +140,29 @@ def test_the_step_is_lowered_while_the_first_state_is_made(tmp_path, monkeypatch
     train.run(tiny(train__steps=1, train__epochs=None), tmp_path)
 
 
+def test_widths_are_compiled_in_the_order_of_their_first_use(tmp_path, monkeypatch):
+    class Compiled(Exception):
+        pass
+
+    def refuse(step, state, batch, widths, kept):
+        raise Compiled(batch, widths)
+
+    monkeypatch.setattr(step_lib, "compiling", refuse)
+    config = tiny(
+        data__variable=True, data__length=70, data__synthetic__train_tokens=20_000
+    )
+    with pytest.raises(Compiled) as refused:
+        train.run(config, tmp_path)
+    batch, widths = refused.value.args
+    ids = synthetic.corpus(config.data.synthetic).train
+    stream = Stream(ids, config.data.rows, 70, variable=True, seed=config.seed)
+    batches = [stream.next() for _ in range(40)]
+    chex.assert_trees_all_equal(batch, batches[0])
+    used = dict.fromkeys(each.ids_BS.shape[1] for each in batches)
+    assert widths == (*used, *(each for each in stream.widths if each not in used))
+    assert list(widths) not in (sorted(widths), sorted(widths, reverse=True))
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """(config, workdir, summary) of an undisturbed run; copy it before changing it."""
