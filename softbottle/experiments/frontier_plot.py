@@ -1,5 +1,7 @@
 """The frontier as a picture: lower and farther to the left is better.
 
+A point is the mean of its seeds, and a vertical line goes from the best to the worst.
+
 Axes: N deciles of the words.
 """
 
@@ -93,6 +95,8 @@ def _scatter(axes, found, field, unit):
     located = _located(found, field, unit)
     for point, (x, y) in located.items():
         axes.plot(x, y, "o", color=_color(point), markersize=6)
+        seeds = [run["test_perplexity"] for run in point.runs]
+        axes.vlines(x, min(seeds), max(seeds), color=_color(point), lw=1)
     if not located:
         axes.text(0.5, 0.5, "not counted on this device", ha="center")
         return

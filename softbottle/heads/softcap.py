@@ -44,6 +44,7 @@ class Softcap(PlainOrMixed):
             (self.cap,),
             base2=_capped_base2,
             unit=2 / self.cap,
+            slope_unit=4.0,
             bound=self.cap,
         )
 
@@ -74,19 +75,18 @@ def _capped(theta, z):
 
 
 def _capped_base2(theta, x2, ref2):
-    """Of x = 2 z / cap, with s = 1 / (1 + exp(x)): tanh = 1 - 2 s and g' = 1 - tanh^2.
+    """Of x = 2 z / cap, with s = 1 / (1 + exp(x)): tanh = 1 - 2 s and g' = 4 (s - s^2).
 
-    Hence the unit, and no comparison for words without probability. A share of x that
+    Hence the units, and no comparison for words without probability. A share of x that
     is nothing beside the cap for |z| up to 1e22 puts these 200 powers of two below all
     others.
     """
-    (cap,) = theta
+    cap2 = theta[0] * LOG2_E
     # Beyond 30 powers of two s is nothing beside 1.
     share = _shares(jnp.exp2(jnp.minimum(x2, 30.0)))
-    tanh = 1 - 2 * share
-    below = 200 / (DEAD * LOG2_E * 2 / cap)
-    ahead2 = (cap * LOG2_E) * tanh + (-below * x2 - ref2)
-    return ahead2, 1 - jnp.square(tanh)
+    below = 200 / (DEAD * LOG2_E * 2 / theta[0])
+    ahead2 = (-2 * cap2) * share + (-below * x2 + (cap2 - ref2))
+    return ahead2, share - jnp.square(share)
 
 
 def _shares(x):

@@ -369,6 +369,15 @@ def test_points_without_memory_and_many_points_are_drawn():
     assert frontier_plot.cover(every[:6]).png().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
+def test_a_line_spans_the_seeds_of_a_point():
+    rows = [make_row("softmax", seed=seed, loss=4 + 0.1 * seed) for seed in range(3)]
+    axes = frontier_plot.cover(rows).axes[0]
+    (segment,) = axes.collections[0].get_segments()
+    seeds = [row["test_perplexity"] for row in rows]
+    assert list(segment[:, 1]) == [min(seeds), max(seeds)]
+
+
 def test_an_unknown_arm_is_answered_with_the_arms_there_are(tmp_path):
     with pytest.raises(ValueError, match="no arm is called 'mos-7'; there are softmax"):
         frontier.run(make_config(), tmp_path / "new", frontier.Grid(["mos-7"]))

@@ -34,11 +34,14 @@ class Activation(NamedTuple):
         apply: (theta, z) -> g(z), elementwise; theta is the constants, then the params.
         constants: fixed numbers, which need no gradient.
         params: learned arrays.
-        base2: (constants, z unit log2(e), r log2(e)) -> ((g(z) - r) log2(e), g'(z)), g'
-            None where it is 1: what a GPU kernel computes, whose hardware has powers of
-            two. None if no such form is known; then plain XLA computes the loss.
+        base2: (constants, z unit log2(e), r log2(e)) -> ((g(z) - r) log2(e), g'(z) /
+            slope_unit), g' None where it is 1: what a GPU kernel computes, whose
+            hardware has powers of two. None if no such form is known; then plain XLA
+            computes the loss.
         unit: the unit of z there. The kernel multiplies by log2(e) in any case, and by
             a factor of g's along with it.
+        slope_unit: the unit of g' there: a factor that each row of a gradient has
+            instead, along with others.
         bound: the largest |g(z)| of a word; None if there is none.
     """
 
@@ -47,6 +50,7 @@ class Activation(NamedTuple):
     params: tuple[jax.Array, ...] = ()
     base2: Base2 | None = None
     unit: float = 1.0
+    slope_unit: float = 1.0
     bound: float | None = None
 
     @property

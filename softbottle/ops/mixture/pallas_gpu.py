@@ -36,6 +36,7 @@ rows; J tiles of words.
 import contextlib
 import contextvars
 import functools
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -134,13 +135,17 @@ def _first_product(
     def by_class(array_R):
         return array_R.reshape(count, rows, *array_R.shape[1:])
 
+    def result(e_RP, total_R, ref_R):
+        # E with g' in its unit is E with a reference that is higher by the unit's log.
+        unit = activation.slope_unit
+        return map(by_class, (e_RP, total_R / unit, ref_R + math.log(unit)))
+
     near_R = jnp.tile(near_R, count)
     if tilt_2R is not None:
         # References are normalizers, which no score is above.
         tilt_2R = jnp.tile(tilt_2R, (1, count))
         e_RP, sum_JR = call(_Inputs(*tables, near_R, tilt_2R))
-        each = (e_RP, jnp.sum(sum_JR, axis=0), near_R)
-        return *map(by_class, each), None
+        return *result(e_RP, jnp.sum(sum_JR, axis=0), near_R), None
     bounded = activation.bound is not None and activation.bound <= FAR
     # What is no number stays none.
     ref_R = jnp.where(jnp.isnan(near_R), near_R, 0.0) if bounded else near_R
@@ -157,10 +162,8 @@ def _first_product(
         key_JR = [
             jnp.where(far_R[None], *both) for both in zip(new_JR, key_JR, strict=True)
         ]
-    each = (e_RP, total_R, ref_R)
-    if not peaks:
-        return *map(by_class, each), None
-    return *map(by_class, each), jax.tree.map(by_class, _peak(key_JR[0], ref_R))
+    peak = jax.tree.map(by_class, _peak(key_JR[0], ref_R)) if peaks else None
+    return *result(e_RP, total_R, ref_R), peak
 
 
 def _peak(key_JR, ref_R):

@@ -79,7 +79,8 @@ def test_the_form_in_base_2_has_the_same_value_and_slope(head, shape):
         z2 = z * (activations.LOG2_E * activation.unit)
         ahead2, slope2 = activation.base2(activation.theta, z2, 0.75)
         g2 = ahead2 + 0.75
-        return g, slope, g2, jnp.ones_like(z) if slope2 is None else slope2
+        slope2 = jnp.ones_like(z) if slope2 is None else slope2
+        return g, slope, g2, slope2 * activation.slope_unit
 
     # Words of a row may be computed together: small ones, far ones and what is no word.
     far = [-1e4, 1e4, activations.DEAD]
