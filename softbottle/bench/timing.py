@@ -5,8 +5,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-ROUNDS = 5
-MOST_CALLS = 100
+# Of a function that takes long, and more of one that does not.
+LEAST_ROUNDS = 5
+# Short, so that a clock that drifts does so between rounds and not between functions.
+_ROUND_SECONDS = 0.03
+_MOST_CALLS = 100
 
 
 def milliseconds(
@@ -39,16 +42,17 @@ def alternately(
         wait: as `milliseconds` takes it.
         seconds: about how long the rounds of one function may take.
     """
-    calls = []
+    calls, longest = [], 0.0
     for function in functions:
         wait(function())
-        once = _mean_seconds(function, wait, 1)
-        fit = int(seconds / ROUNDS / max(once, 1e-9))
-        calls.append(max(1, min(MOST_CALLS, fit)))
+        once = max(_mean_seconds(function, wait, 1), 1e-9)
+        count = max(1, min(_MOST_CALLS, int(_ROUND_SECONDS / once)))
+        calls.append(count)
+        longest = max(longest, count * once)
     pairs = list(zip(functions, calls, strict=True))
     rounds = [
         [_mean_seconds(function, wait, count) for function, count in pairs]
-        for _ in range(ROUNDS)
+        for _ in range(max(LEAST_ROUNDS, int(seconds / longest)))
     ]
     return [1e3 * statistics.median(times) for times in zip(*rounds, strict=True)]
 

@@ -7,7 +7,8 @@ import pytest
 from softbottle.bench import timing
 
 
-def test_what_is_compared_is_timed_in_turn(monkeypatch):
+@pytest.mark.parametrize(("seconds", "rounds"), [(0.1, 5), (0.002, 17)])
+def test_what_is_compared_is_timed_in_turn(monkeypatch, seconds, rounds):
     clock, calls = [0.0], []
     monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
 
@@ -15,12 +16,12 @@ def test_what_is_compared_is_timed_in_turn(monkeypatch):
         def function():
             calls.append(name)
             # A clock that gets slower all the time.
-            clock[0] += seconds * (1 + len(calls) / 100)
+            clock[0] += seconds * (1 + len(calls) / 1000)
 
         return function
 
-    functions = [make("a", 0.1), make("b", 0.2)]
+    functions = [make("a", seconds), make("b", 2 * seconds)]
     first, second = timing.alternately(functions, lambda result: result, 0.5)
     timed = "".join(name for name, _ in itertools.groupby(calls[4:]))
-    assert timed == "ab" * timing.ROUNDS
+    assert timed == "ab" * rounds
     assert second / first == pytest.approx(2, rel=0.02)
