@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from softbottle.bench import oracle, problem, timing
+from softbottle.bench import kernels, oracle, problem, timing
 
 Row = dict[str, Any]
 
@@ -59,7 +59,7 @@ def timed(
     functions += [beside] if beside else []
     ms = timing.alternately(functions, jax.block_until_ready, seconds)
     peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
-    row = {"ms": ms[0], "device_peak_bytes": peak}
+    row = {"ms": ms[0], "device_peak_bytes": peak, **kernels.of(functions[0])}
     return row | {"beside_ms": ms[1]} if beside else row
 
 

@@ -5,6 +5,8 @@ from typing import Any
 
 import jax
 
+from softbottle.bench import kernels
+
 Row = dict[str, Any]
 MODULES = {
     "loss": "head",
@@ -30,4 +32,5 @@ def run_task(task: Row) -> Row:
         return facts | {"jax": jax.__version__}
     # Imported when needed: a step brings the whole training system along.
     module = importlib.import_module(f"softbottle.bench.{MODULES[task['kind']]}")
-    return module.run_task(task)
+    with kernels.asked(task.get("trace", 0)):
+        return module.run_task(task)

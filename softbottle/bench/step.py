@@ -16,8 +16,8 @@ import numpy as np
 from softbottle import config as config_lib
 from softbottle import model as model_lib
 from softbottle.backbones import make as make_backbone
+from softbottle.bench import kernels, timing
 from softbottle.bench import measure as measuring
-from softbottle.bench import timing
 from softbottle.data.batches import Batch
 from softbottle.training import optim
 from softbottle.training import step as step_lib
@@ -105,6 +105,7 @@ def measure(
         "tokens_per_second": 1e3 * batch.ids_BS.size / total,
         "flop": model_lib.step_flop(config, state.params, batch.ids_BS.size),
         **measuring.memory(step),
+        **kernels.of(whole),
     }
 
 

@@ -13,7 +13,8 @@ def render(result: Row) -> str:
     for row in result["rows"]:
         groups.setdefault(row["group"], []).append(row)
     tables = [f"{title}\n{_table(rows)}" for title, rows in groups.items()]
-    return "\n\n".join([_machine(result), *tables])
+    traced = [_kernels(row) for row in result["rows"] if "kernels" in row]
+    return "\n\n".join([_machine(result), *tables, *traced])
 
 
 def _machine(result):
@@ -37,6 +38,23 @@ def _table(rows):
     text = [_line(cells, widths) for cells in lines]
     text += [f"  {row['variant'].ljust(widths[0])}  {row['reason']}" for row in refused]
     return "\n".join(text)
+
+
+def _kernels(row):
+    """Where a variant's time goes; a trace's numbers, beside the time without one."""
+    title = f"{row['group'].partition(':')[0]}, {row['variant']}: "
+    if not row["kernels"]:
+        return f"{title}no kernels, which only an accelerator has"
+    lines = [
+        f"{title}{row['launches']:.0f} kernels take {_digits(row['kernel_ms'])} ms, "
+        f"{_digits(row['ms'])} without a trace",
+        "        us  times  kernel",
+    ]
+    lines += [
+        f"  {time:8.1f}  {times:5.4g}  {name[:80]}"
+        for name, times, time in row["kernels"]
+    ]
+    return "\n".join(lines)
 
 
 def _line(cells, widths):

@@ -3,6 +3,7 @@ r"""Race ours against peers, or time a training step by part, on this machine.
     softbottle bench --suite head --peers torch,cce --json head.json
     softbottle bench --suite head --sweep components --peers torch --json k.json
     softbottle bench --suite head --shapes lm1b-100k --options all
+    softbottle bench --suite step --shapes ptb --kernels 20
     softbottle bench --draw k.json,v.json --out docs/results/cost.png
     softbottle bench --config ptb:mos --vocab 10000 --length 70
     softbottle bench --suite objective --config books \
@@ -47,6 +48,9 @@ SECONDS = flags.DEFINE_float("seconds", 0.5, "Of timing, per variant.", lower_bo
 LIMIT = flags.DEFINE_float("limit", 180.0, "Seconds per variant, all in all.")
 VOCAB = flags.DEFINE_integer("vocab", 10_000, "--config: words.", lower_bound=2)
 LENGTH = flags.DEFINE_integer("length", 70, "--config: positions.", lower_bound=2)
+KERNELS = flags.DEFINE_integer(
+    "kernels", 0, "Of ours, name so many that take longest.", lower_bound=0
+)
 JSON = flags.DEFINE_string("json", None, "Where the numbers go as well.")
 DRAW = flags.DEFINE_list("draw", [], "JSON files of sweeps, to be drawn, not run.")
 OUT = flags.DEFINE_string("out", "docs/results/cost.png", "Where --draw draws.")
@@ -67,16 +71,22 @@ def main() -> None:
 def _run(suite):
     race.check_names("suite", [suite], list(SUITES))
     if suite == "step" and CONFIG.value:
-        from softbottle.bench import step
+        from softbottle.bench import kernels, step
 
         CONFIG.value.model.compute_dtype = (
             DTYPE.value or CONFIG.value.model.compute_dtype
         )
-        return step.run(CONFIG.value, VOCAB.value, LENGTH.value)
+        with kernels.asked(KERNELS.value):
+            return step.run(CONFIG.value, VOCAB.value, LENGTH.value)
     with worker.children(LIMIT.value) as ask:
-        result = RUNS[suite](_with_log(ask), seconds=SECONDS.value)
+        result = RUNS[suite](_with_log(_with_trace(ask)), seconds=SECONDS.value)
     print(table.render(result))
     return result
+
+
+def _with_trace(ask):
+    """`ask`, whose tasks say how many kernels of ours are to be named."""
+    return lambda module, task: ask(module, task | {"trace": KERNELS.value})
 
 
 def _with_log(ask):

@@ -67,20 +67,27 @@ class Trace:
 def busy_shares(profile: jax.profiler.ProfileData) -> list[float]:
     """For each accelerator, the share of its trace in which some kernel ran."""
     shares = []
-    for plane in profile.planes:
-        if not plane.name.startswith("/device:"):
-            continue
-        spans = [
-            (event.start_ns, event.start_ns + event.duration_ns)
+    for events in kernels(profile):
+        spans = [(each.start_ns, each.start_ns + each.duration_ns) for each in events]
+        shares.append(union(spans) / (max(b for _, b in spans) - min(spans)[0]))
+    return shares
+
+
+def kernels(profile: jax.profiler.ProfileData) -> list[list[Any]]:
+    """For each accelerator that did something, its events but for copies."""
+    by_device = [
+        [
+            event
             for line in plane.lines
             # A GPU's streams, a TPU's operations; other lines sum these up.
             if line.name.startswith(("Stream", "XLA Ops"))
             for event in line.events
             if not event.name.startswith(("MemcpyH2D", "MemcpyD2H"))
         ]
-        if spans:
-            shares.append(union(spans) / (max(b for _, b in spans) - min(spans)[0]))
-    return shares
+        for plane in profile.planes
+        if plane.name.startswith("/device:")
+    ]
+    return [events for events in by_device if events]
 
 
 def union(spans: list[tuple[float, float]]) -> float:
