@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from softbottle.bench import kernels, ours, race, table
+from softbottle.bench import kernels, ours, table
+
+MACHINE = {"suite": "head", "device": "x", "jax": "0", "torch": None}
 
 
 def event(name, microseconds):
@@ -26,8 +28,7 @@ def test_kernels_are_summed_by_name_and_the_longest_are_named():
     assert found["kernels"] == [["gemm", 1, pytest.approx(30.0)]]
     assert found["launches"] == 3 and found["kernel_ms"] == pytest.approx(0.033)
     row = {"group": "tiny: N=1", "variant": "auto", "status": "ok", "ms": 0.034}
-    machine = {"suite": "head", "device": "x", "jax": "0", "torch": None}
-    text = table.render(machine | {"rows": [row | found]})
+    text = table.render(MACHINE | {"rows": [row | found]})
     title, _, line = text.splitlines()[-3:]
     assert title == "tiny, auto: 3 kernels take 0.0330 ms, 0.0340 without a trace"
     assert line.split() == ["30.0", "1", "gemm"]
@@ -39,14 +40,13 @@ def test_nothing_is_traced_unless_it_is_asked_for(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_row_on_a_cpu_says_that_it_has_no_kernels():
-    def ask(module, task):
-        assert module == race.OURS
-        return task | {"status": "ok"} | ours.run_task(task | {"trace": 3})
-
-    result = race.head(ask, ["tiny"], ["blocked"], [], heads=[], seconds=0.0)
-    traced = [row for row in result["rows"] if "kernels" in row]
-    assert {row["variant"] for row in traced} >= {"blocked", "bare products"}
+def test_a_call_on_a_cpu_is_traced_and_has_no_kernels():
+    task = {"kind": "ceiling", "case": ("ceiling", 1, 1, 8, 1), "seconds": 0.0}
+    row = ours.run_task(task | {"products": 0, "trace": 3})
     if jax.default_backend() == "cpu":
-        text = table.render(result)
-        assert "tiny, blocked: no kernels, which only an accelerator has" in text
+        assert row["kernels"] == [] and row["launches"] == 0
+    else:
+        assert row["launches"] >= 1 and len(row["kernels"]) >= 1
+    row |= {"group": "ceiling", "variant": "square", "status": "ok", "kernels": []}
+    text = table.render(MACHINE | {"rows": [row]})
+    assert "ceiling, square: no kernels, which only an accelerator has" in text
