@@ -157,8 +157,9 @@ def _first_product(
         lse_R = _combined(*call(_Inputs(*tables, which=which)))
         ref_R = jnp.where(far_R, lse_R, near_R)
         redone = _Inputs(*tables, ref_R, which=which, e_RP=e_RP)
-        e_RP, sum_JR, *new_JR = call(redone, peaks=peaks)
-        total_R = jnp.where(far_R, jnp.sum(sum_JR, axis=0), total_R)
+        e_RP, _, *new_JR = call(redone, peaks=peaks)
+        # Behind their normalizers exponentials add up to 1.
+        total_R = jnp.where(far_R, 1.0, total_R)
         key_JR = [
             jnp.where(far_R[None], *both) for both in zip(new_JR, key_JR, strict=True)
         ]
@@ -177,19 +178,28 @@ def _peak(key_JR, ref_R):
 
 
 def _far_tiles(total_R):
-    """The rows of tiles that are done again; how many tiles and then which, int32."""
+    """The rows of tiles that are done again, and which tiles these are."""
     far_R = ~(total_R <= jnp.exp(FAR))
     far_I = jnp.any(far_R.reshape(-1, BLOCK_ROWS), axis=1)
-    tile_I = jnp.arange(far_I.size)
-    order_I = jnp.sort(jnp.where(far_I, tile_I, tile_I + far_I.size))
-    which = jnp.concatenate([jnp.sum(far_I, keepdims=True), order_I])
-    return jnp.repeat(far_I, BLOCK_ROWS), which.astype(jnp.int32)
+    # Sums over [I, I], each one kernel; a sort would be more.
+    tile_I = jnp.arange(far_I.size, dtype=jnp.int32)
+    upto_II = tile_I[None] <= tile_I[:, None]
+    count_I = jnp.sum(far_I[None] & upto_II, axis=1, dtype=jnp.int32)
+    before_II = count_I[None] <= tile_I[:, None]
+    which = _Which(count_I, jnp.sum(before_II, axis=1, dtype=jnp.int32))
+    return jnp.repeat(far_I, BLOCK_ROWS), which
 
 
 def _combined(top_JR, sum_JR):
     """Normalizers [R] from the maxima and sums of tiles, which are in base 2."""
-    top_R = jnp.max(top_JR, axis=0)
-    total_R = jnp.sum(sum_JR * jnp.exp2(top_JR - top_R[None]), axis=0)
+
+    def join(one, other):
+        top = jnp.maximum(one[0], other[0])
+        return top, sum(part * jnp.exp2(high - top) for high, part in (one, other))
+
+    # Both at once: one kernel, and one pass over what may be many tiles.
+    none = (jnp.finfo(top_JR.dtype).min, jnp.zeros_like(sum_JR, shape=()))
+    top_R, total_R = lax.reduce((top_JR, sum_JR), none, join, (0,))
     return (top_R + jnp.log2(total_R)) / LOG2_E
 
 
@@ -311,12 +321,22 @@ def _pad(array_RE, rows, width):
     return jnp.pad(array_RE, ((0, more[0]), (0, more[1])))
 
 
+class _Which(NamedTuple):
+    """Some tiles of rows: how many there are up to each tile, and the numbers of all.
+
+    `tile_I` has as many that mean something as the last of `count_I` says.
+    """
+
+    count_I: jax.Array
+    tile_I: jax.Array
+
+
 class _Inputs(NamedTuple):
     """What the kernel is given.
 
     Without references (`ref_R`) it is for evaluation. E has the factor tilt_0R +
-    tilt_1R (g(z) - ref) if there is a tilt. With `which`, a number and then numbers of
-    tiles of rows, it computes these and leaves the others of `e_RP` as they are.
+    tilt_1R (g(z) - ref) if there is a tilt. With `which` it computes these tiles of
+    rows and leaves the others of `e_RP` as they are.
     """
 
     context_RQ: jax.Array
@@ -324,7 +344,7 @@ class _Inputs(NamedTuple):
     bias_P: jax.Array
     ref_R: jax.Array | None = None
     tilt_2R: jax.Array | None = None
-    which: jax.Array | None = None
+    which: _Which | None = None
     e_RP: Any = None
 
 
@@ -452,7 +472,7 @@ def _kernel(activation, classes, refs):
     row_tiles = refs.context_RQ.shape[0] // BLOCK_ROWS
     rows_of_class = row_tiles // classes
     if refs.which is not None:
-        row_tiles = refs.which[0]
+        row_tiles = refs.which.count_I[row_tiles - 1]
     word_tiles = refs.sum_JR.shape[0]
     pipeline = _pipeline(refs.context_RQ, _nothing, _nothing)
 
@@ -470,7 +490,7 @@ def _kernel(activation, classes, refs):
             word_tile = lax.div(loop.index[0], row_tiles)
             row_tile = lax.rem(loop.index[0], row_tiles)
             if refs.which is not None:
-                row_tile = refs.which[1 + row_tile]
+                row_tile = refs.which.tile_I[row_tile]
             table_tile = word_tile
             if classes > 1:
                 table_tile += lax.div(row_tile, rows_of_class) * word_tiles

@@ -403,6 +403,17 @@ def test_every_row_is_right_when_blocks_do_several_tiles(hopper, width):
     assert np.all(close_RV)
 
 
+@pytest.mark.parametrize("tiles", [[], [0], [1, 3], [0, 1, 4], [0, 1, 2, 3, 4]])
+def test_tiles_with_a_row_too_far_are_counted_and_named(tiles):
+    total_R = np.ones(5 * pallas_gpu.BLOCK_ROWS, np.float32)
+    for row, tile in enumerate(tiles):
+        total_R[tile * pallas_gpu.BLOCK_ROWS + row] = (np.inf, np.nan)[row % 2]
+    far_R, which = jax.jit(pallas_gpu._far_tiles)(total_R)
+    assert which.count_I[-1] == len(tiles)
+    assert which.tile_I[: len(tiles)].tolist() == tiles
+    assert np.unique(np.flatnonzero(far_R) // pallas_gpu.BLOCK_ROWS).tolist() == tiles
+
+
 @pytest.mark.gpu
 def test_logits_and_normalizers_of_the_kernel(hopper):
     random = np.random.default_rng(0)
