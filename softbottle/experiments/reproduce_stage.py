@@ -60,7 +60,7 @@ def _ended(ended: loop.Ended) -> Row:
         "reproduced": {
             **{name: summary[name] for name in ("steps", "parameters")},
             "test_perplexity": summary["test_perplexity"],
-            "epochs": recorded[-1]["epoch"],
+            "epochs": max(line.get("epoch", 0) for line in recorded),
             "elapsed": summary["seconds"],
             **measured,
         }

@@ -172,6 +172,7 @@ class Report:
     ):
         self._writer, self._progress, self._every = writer, progress, every
         self._pending: tuple[int, dict[str, int], dict[str, Any]] | None = None
+        self._last: tuple[int, int, dict[str, float]] | None = None
         self._total, self._count, self._steps = window
         self._since = 0
         self._before, self._clock = seconds, time.perf_counter()
@@ -213,11 +214,9 @@ class Report:
 
     def finish(self) -> None:
         """Read and report whatever is left."""
-        last = self._pending
         self.settle()
-        if last is not None and self._steps:
-            step, position, measured = last
-            self._log(step, position["epoch"], _floats(measured))
+        if self._last is not None and self._steps:
+            self._log(*self._last)
 
     def say(self, line: str) -> None:
         """Print a line for people."""
@@ -260,8 +259,9 @@ class Report:
         self._count += values["count"]
         self._steps, self._since = self._steps + 1, self._since + 1
         self._progress.advance(step)
+        self._last = (step, position["epoch"], values)
         if step % self._every == 0:
-            self._log(step, position["epoch"], values)
+            self._log(*self._last)
 
     def _log(self, step, epoch, values):
         elapsed = self._elapsed()

@@ -203,10 +203,16 @@ def test_metrics_are_read_one_step_late(make_report):
     assert reads == [1, 2, 3]
 
 
-def test_a_line_is_the_mean_over_the_tokens_since_the_last_one(make_report, tmp_path):
+@pytest.mark.parametrize("validated", [False, True])
+def test_a_line_is_the_mean_over_the_tokens_since_the_last_one(
+    make_report, tmp_path, validated
+):
     report = make_report(every=2)
     for step, (total, count) in enumerate([(6, 3), (1, 1), (8, 2)], start=1):
         report.add(step, position(step), measured(total, count))
+    if validated:  # at the end of an epoch that is the last
+        report.settle()
+    report.finish()
     report.finish()
     losses = [
         (line["step"], line["loss"])
