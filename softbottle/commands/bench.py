@@ -48,7 +48,7 @@ SECONDS = flags.DEFINE_float("seconds", 0.5, "Of timing, per variant.", lower_bo
 LIMIT = flags.DEFINE_float("limit", 180.0, "Seconds per variant, all in all.")
 VOCAB = flags.DEFINE_integer("vocab", 10_000, "--config: words.", lower_bound=2)
 LENGTH = flags.DEFINE_integer("length", 70, "--config: positions.", lower_bound=2)
-KERNELS = flags.DEFINE_integer(
+TRACE = flags.DEFINE_integer(
     "kernels", 0, "Of ours, name so many that take longest.", lower_bound=0
 )
 JSON = flags.DEFINE_string("json", None, "Where the numbers go as well.")
@@ -76,7 +76,7 @@ def _run(suite):
         CONFIG.value.model.compute_dtype = (
             DTYPE.value or CONFIG.value.model.compute_dtype
         )
-        with kernels.asked(KERNELS.value):
+        with kernels.asked(TRACE.value):
             return step.run(CONFIG.value, VOCAB.value, LENGTH.value)
     with worker.children(LIMIT.value) as ask:
         result = RUNS[suite](_with_log(_with_trace(ask)), seconds=SECONDS.value)
@@ -86,7 +86,7 @@ def _run(suite):
 
 def _with_trace(ask):
     """`ask`, whose tasks say how many kernels of ours are to be named."""
-    return lambda module, task: ask(module, task | {"trace": KERNELS.value})
+    return lambda module, task: ask(module, task | {"trace": TRACE.value})
 
 
 def _with_log(ask):

@@ -81,10 +81,11 @@ def _capped_base2(theta, x2, ref2):
     is nothing beside the cap for |z| up to 1e22 puts these 200 powers of two below all
     others.
     """
-    cap2 = theta[0] * LOG2_E
+    (cap,) = theta
+    cap2 = cap * LOG2_E
     # Beyond 30 powers of two s is nothing beside 1.
     share = _shares(jnp.exp2(jnp.minimum(x2, 30.0)))
-    below = 200 / (DEAD * LOG2_E * 2 / theta[0])
+    below = 200 / (DEAD * LOG2_E * 2 / cap)
     ahead2 = (-2 * cap2) * share + (-below * x2 + (cap2 - ref2))
     return ahead2, share - jnp.square(share)
 
