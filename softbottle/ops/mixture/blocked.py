@@ -94,7 +94,7 @@ def _first_product(
         # A word of bias -inf has no probability: 0 times what is finite.
         ahead_NRP = jnp.maximum(g_NRP - near_R[None, :, None], DEAD)
         e_NRP *= level_R1[None] + tilt_R1[None] * ahead_NRP
-    e_NRP = e_NRP.astype(context_NRQ.dtype)
+    e_NRP = products.cast(e_NRP, context_NRQ.dtype)
     peak = None
     if peaks:
         peak = exponential.Peak(ref_NR, jnp.argmax(g_NRP, axis=2).astype(jnp.int32))

@@ -65,7 +65,7 @@ from softbottle.ops.mixture.options import (
     product_dtype,
     sum_dtype,
 )
-from softbottle.ops.mixture.products import pad_width, product, round_up
+from softbottle.ops.mixture.products import cast, pad_width, product, round_up
 
 
 class Peak(NamedTuple):
@@ -154,7 +154,7 @@ def _loss_forward(
     vocabulary = jax.tree.map(jnp.asarray, vocabulary)
     context_TKE, table_VE = mixture.context_TKE, vocabulary.table_VE
     padded = _pad(route, context_TKE, vocabulary, options)
-    whole = Vocabulary(table_VE.astype(padded.table_NPQ.dtype), vocabulary.bias_V)
+    whole = Vocabulary(cast(table_VE, padded.table_NPQ.dtype), vocabulary.bias_V)
 
     def chunk(sums, tokens):
         how = (route, activation, options, argmax)
@@ -220,7 +220,7 @@ def lse_backward(
             tilt_2CK = jnp.stack([level_CK, -entropy_bar_CK])
             tilt_2CK = jnp.where(asked_CK[None], tilt_2CK, 0.0)
             bar_CK = jnp.ones_like(bar_CK)
-        cast_CKE = jnp.where(asked_CK[:, :, None], context_CKE, 0).astype(dtype)
+        cast_CKE = cast(jnp.where(asked_CK[:, :, None], context_CKE, 0), dtype)
         cast_NCKE = cast_CKE[None]
         near_CK = jnp.where(asked_CK, lse_CK, 0.0)
         e_NRP, _, ref_NCK, _ = _exponentials(
@@ -254,7 +254,7 @@ def _pad(route, context_TKE, vocabulary, options):
     table_VE, bias_V = vocabulary
     rows, count = len(table_VE), classes.count(context_TKE)
     words = round_up(-(-rows // count), route.multiples[1])
-    cast_VE = table_VE.astype(product_dtype(options, context_TKE, table_VE))
+    cast_VE = cast(table_VE, product_dtype(options, context_TKE, table_VE))
     live_V = shards.live_rows(rows, options)
     bias_V = bias_V.astype(sum_dtype(context_TKE, table_VE))
     table_NPE = classes.split(cast_VE, count, words)
@@ -272,7 +272,7 @@ def _chunk(
     """Add a chunk's part of the table's gradient; return the rest of its results."""
     log_prior_CK, context_CKE = mixture
     labels_C, weights_C, z_weights_C, score_weights_C = targets
-    cast_CKE = context_CKE.astype(whole.table_VE.dtype)
+    cast_CKE = cast(context_CKE, whole.table_VE.dtype)
     own_CKE = classes.of_label(cast_CKE, labels_C)
     score_CK, slope_CK = likelihood.target_score_and_slope(
         own_CKE, whole, labels_C, activation, options

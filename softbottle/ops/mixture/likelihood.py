@@ -11,7 +11,7 @@ from softbottle.ops.mixture import classes, rows, shards
 from softbottle.ops.mixture.activations import Activation
 from softbottle.ops.mixture.arrays import Elsewhere, Mixture, Targets, Vocabulary
 from softbottle.ops.mixture.options import Options, product_dtype, sum_dtype
-from softbottle.ops.mixture.products import round_up
+from softbottle.ops.mixture.products import cast, round_up
 
 
 def logits(
@@ -93,12 +93,12 @@ def mean_logit(
     wide = sum_dtype(context_TKE, table_VE)
     rows, count = len(table_VE), classes.count(context_TKE)
     live_V = shards.live_rows(rows, options)
-    wide_VE = table_VE.astype(dtype).astype(wide)
+    wide_VE = cast(table_VE, dtype).astype(wide)
     kept_VE = jnp.where(live_V[:, None], wide_VE, 0.0)
     row_NE = jnp.sum(classes.split(kept_VE, count, -(-rows // count)), axis=1)
     bias = jnp.sum(jnp.where(live_V, bias_V.astype(wide), 0.0))
     context_TNKE = context_TKE.reshape(len(context_TKE), count, *context_TKE.shape[-2:])
-    z_TK = jnp.einsum("tnke,ne->tk", context_TNKE.astype(dtype).astype(wide), row_NE)
+    z_TK = jnp.einsum("tnke,ne->tk", cast(context_TNKE, dtype).astype(wide), row_NE)
     z_TK = z_TK + bias
     if options.vocab_axis is not None:
         z_TK = jax.lax.psum(z_TK, options.vocab_axis)
@@ -276,5 +276,5 @@ def _target_logit(context_TKE, vocabulary, labels_T, options):
     dtype = product_dtype(options, context_TKE, table_VE)
     wide = sum_dtype(context_TKE, table_VE)
     row_TE, bias_T = rows.take(vocabulary, label_T, dtype, wide)
-    z_TK = jnp.einsum("tke,te->tk", context_TKE.astype(dtype).astype(wide), row_TE)
+    z_TK = jnp.einsum("tke,te->tk", cast(context_TKE, dtype).astype(wide), row_TE)
     return z_TK + bias_T[:, None], owned_T

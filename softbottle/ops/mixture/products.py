@@ -1,4 +1,6 @@
-"""Matrix products as calls of the library, and the sizes that they like."""
+"""Matrix products as calls of the library, and the inputs that these like."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +20,29 @@ def product(
     left, right = jax.lax.optimization_barrier((left, right))
     dims = ((contract[:1], contract[1:]), ((0,), (0,)))
     return jax.lax.dot_general(left, right, dims, preferred_element_type=dtype)
+
+
+def cast(array: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """The array in a dtype, rounded for good.
+
+    `astype` does not say that: where its result is cast back, XLA for GPUs leaves out
+    both casts, and what was to be as a product sees it is not.
+    """
+    if jnp.finfo(dtype).nmant < jnp.finfo(array.dtype).nmant:
+        array = _rounded(dtype, array)
+    return array.astype(dtype)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _rounded(dtype, array):
+    kept = jnp.finfo(dtype)
+    return jax.lax.reduce_precision(array, kept.nexp, kept.nmant)
+
+
+@_rounded.defjvp
+def _rounded_jvp(dtype, primals, tangents):
+    """That of a cast, whose derivatives need no rounding."""
+    return _rounded(dtype, *primals), *tangents
 
 
 def round_up(size: int, multiple: int) -> int:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from softbottle.ops.mixture import shards
 from softbottle.ops.mixture.arrays import Vocabulary
+from softbottle.ops.mixture.products import cast
 
 SCATTER_TOKENS = 1024
 
@@ -39,7 +40,7 @@ def take(
 def _take(dtype, wide, vocabulary, rows_T):
     # A constant of a jitted function comes as NumPy's, which no tracer indexes.
     table_VE, bias_V = map(jnp.asarray, vocabulary)
-    return table_VE[rows_T].astype(dtype).astype(wide), bias_V[rows_T].astype(wide)
+    return cast(table_VE[rows_T], dtype).astype(wide), bias_V[rows_T].astype(wide)
 
 
 def _take_forward(dtype, wide, vocabulary, rows_T):
@@ -146,8 +147,8 @@ def _sum_equal(equal_BB, update_B, dtype):
         equal_BB = equal_BB.astype(update_B.dtype)
         return jnp.matmul(equal_BB, update_B, precision=jax.lax.Precision.HIGHEST)
     equal_BB = equal_BB.astype(dtype)
-    high_B = update_B.astype(dtype)
-    low_B = (update_B - high_B.astype(update_B.dtype)).astype(dtype)
+    high_B = cast(update_B, dtype)
+    low_B = cast(update_B - high_B.astype(update_B.dtype), dtype)
     return sum(
         jnp.matmul(equal_BB, term_B, preferred_element_type=update_B.dtype)
         for term_B in (high_B, low_B)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from softbottle.ops.mixture import classes, rows, shards
 from softbottle.ops.mixture.arrays import Vocabulary
 from softbottle.ops.mixture.options import sum_dtype
-from softbottle.ops.mixture.products import pad_width, product, round_up
+from softbottle.ops.mixture.products import cast, pad_width, product, round_up
 
 
 class Sums(NamedTuple):
@@ -57,10 +57,14 @@ def add_products(
 ) -> Sums:
     """The sums with E' @ scaled contexts."""
     wide, width = sums.table_NPM.dtype, cast_NCKE.shape[3]
-    scaled_NCKM = _scaled(sums, cast_NCKE, scale_NCK)[1]
+    # A column more, which gives the bias its gradient.
+    ones_NCK1 = jnp.ones_like(cast_NCKE[..., :1])
+    context_NCKM = jnp.concatenate([cast_NCKE, ones_NCK1], axis=-1)
+    context_NCKM = pad_width(context_NCKM, max(sums.table_NPM.shape[2], width + 1))
+    scaled_NCKM = scale_NCK[..., None] * context_NCKM.astype(wide)
     flat_NRM = scaled_NCKM.reshape(len(e_NRP), -1, scaled_NCKM.shape[3])
     more = e_NRP.shape[1] - flat_NRM.shape[1]
-    scaled_NRM = jnp.pad(flat_NRM, ((0, 0), (0, more), (0, 0)))
+    scaled_NRM = jnp.pad(flat_NRM, ((0, 0), (0, more), (0, 0))).astype(e_NRP.dtype)
     if sums.bias_NP is None:
         return Sums(sums.table_NPM + product(e_NRP, scaled_NRM, (1, 1), wide), None)
     bias_NP1 = product(e_NRP, scaled_NRM[:, :, width:], (1, 1), wide)
@@ -78,29 +82,20 @@ def add_labels(
     owned_C: jax.Array,
 ) -> Sums:
     """The labels' part of the third product put right."""
-    scale_CK, stored_CK, delta_CK = factors
-    context_CKM, scaled_CKM = _scaled(sums, own_CKE, scale_CK)
-    update_CKM = delta_CK[:, :, None] * context_CKM
-    update_CKM -= stored_CK[:, :, None] * scaled_CKM.astype(update_CKM.dtype)
-    update_CM = jnp.sum(update_CKM, axis=1)
-    return _add_rows(sums, label_C, owned_C, update_CM, own_CKE)
+    wide, dtype = sums.table_NPM.dtype, own_CKE.dtype
+    scale_CK1, stored_CK1, delta_CK1 = (factor[:, :, None] for factor in factors)
 
+    def update(context_CKX):
+        seen_CKX = cast(scale_CK1 * context_CKX, dtype).astype(wide)
+        return jnp.sum(delta_CK1 * context_CKX - stored_CK1 * seen_CKX, axis=1)
 
-def _scaled(sums, cast_CKE, scale_CK):
-    """The contexts with what gives the bias its gradient, plain and scaled."""
-    wide = scale_CK.dtype
-    columns = max(sums.table_NPM.shape[2], cast_CKE.shape[-1] + 1)
-    ones_CK1 = jnp.ones((*cast_CKE.shape[:-1], 1), wide)
-    context_CKM = jnp.concatenate([cast_CKE.astype(wide), ones_CK1], axis=-1)
-    context_CKM = pad_width(context_CKM, columns)
-    return context_CKM, (scale_CK[..., None] * context_CKM).astype(cast_CKE.dtype)
-
-
-def _add_rows(sums, label_C, owned_C, update_CM, own_CKE):
-    """sum[label[c]] += update[c], equal labels added up in a fixed order."""
-    width, dtype = own_CKE.shape[2], own_CKE.dtype
-    rides = sums.bias_NP is None
-    updates = (update_CM,) if rides else (update_CM[:, :width], update_CM[:, width])
+    update_CE = update(own_CKE.astype(wide))
+    update_C1 = update(jnp.ones_like(scale_CK1))
+    if sums.bias_NP is None:
+        update_CM = jnp.concatenate([update_CE, update_C1], axis=1)
+        updates = [pad_width(update_CM, sums.table_NPM.shape[2])]
+    else:
+        updates = [update_CE, update_C1[:, 0]]
     # The rows of all classes below one another.
     count, words, _ = sums.table_NPM.shape
     row_C = label_C % count * words + label_C // count
@@ -108,7 +103,7 @@ def _add_rows(sums, label_C, owned_C, update_CM, own_CKE):
     flat = [array.reshape(count * words, *array.shape[2:]) for array in given]
     added = rows.add(flat, row_C, owned_C, updates, dtype)
     shaped = [new.reshape(old.shape) for new, old in zip(added, given, strict=True)]
-    return Sums(shaped[0], None if rides else shaped[1])
+    return Sums(*shaped) if len(shaped) == 2 else Sums(*shaped, None)
 
 
 def gradient(sums: Sums, vocabulary: Vocabulary) -> Vocabulary:
