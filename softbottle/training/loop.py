@@ -42,6 +42,8 @@ from softbottle.training import step as step_lib
 
 # Batches that are looked at for the order in which their widths are wanted.
 _AHEAD = 50
+# How far the loss of parameters that were read back may be from the one before.
+_SAME_LOSS = 0.02
 
 
 @dataclasses.dataclass
@@ -427,6 +429,7 @@ def _finish(trainer, step, history, at_end):
     config, workdir = trainer.config, trainer.workdir
     best = state_lib.load_run(workdir, mesh=trainer.mesh)
     data = config.data
+    _check_best(trainer, best, history)
     test = trainer.evaluate(
         best.params, trainer.corpus.test, data.test_rows, data.eval_length
     )
@@ -452,6 +455,25 @@ def _finish(trainer, step, history, at_end):
         files.replace(workdir / "summary.json", json.dumps(summary, indent=2))
     distributed.barrier("the summary is written")
     return summary
+
+
+def _check_best(trainer, best, history):
+    """Refuse to test parameters that are not those of the best validation.
+
+    A hash of a checkpoint's files says nothing of the way between device and file.
+    """
+    data = trainer.config.data
+    loss = trainer.evaluate(
+        best.params, trainer.corpus.valid, data.eval_rows, data.eval_length
+    ).loss
+    # Another machine or mesh than the validation's rounds otherwise.
+    if not math.isclose(loss, history.best, rel_tol=_SAME_LOSS):
+        raise checkpoint.CheckpointError(
+            f"the parameters that were read from {trainer.workdir / 'best'}, of step "
+            f"{best.step}, have a validation loss of {loss:.4f}, and it was "
+            f"{history.best:.4f} when they were saved. Start again to read them once "
+            "more; if they stay what they are, they were saved wrongly."
+        )
 
 
 def in_series(step: int, every: int) -> bool:

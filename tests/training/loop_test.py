@@ -275,6 +275,28 @@ def test_a_second_run_takes_over_the_compiled_step_of_the_first(tmp_path, monkey
     chex.assert_trees_all_equal(ours, theirs)
 
 
+def test_parameters_that_are_not_those_of_the_best_validation_are_not_tested(
+    finished, copied, monkeypatch
+):
+    """What is read wrongly is told, and read again by the next start."""
+    (copied / "summary.json").unlink()
+    load_run = state.load_run
+
+    def misread(*args, **options):
+        run = load_run(*args, **options)
+        return run._replace(params=jax.tree.map(lambda leaf: leaf * 3, run.params))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(state, "load_run", misread)
+        with pytest.raises(
+            checkpoint.CheckpointError, match="validation loss of .* when they"
+        ):
+            train.run(tiny(train__series=True), copied)
+    assert not (copied / "summary.json").exists()
+    again = train.run(tiny(train__series=True), copied)
+    assert without_time(again) == without_time(finished[2])
+
+
 def test_a_run_whose_best_parameters_were_not_sealed_comes_to_an_end(copied):
     for manifest in (copied / "best").glob("*/manifest.json"):
         manifest.unlink()
