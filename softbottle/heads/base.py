@@ -20,7 +20,6 @@ import jax.numpy as jnp
 
 from softbottle.heads import checks, objective
 from softbottle.heads.predictions import OfMixture, Predictions, States
-from softbottle.ops.mixture import likelihood
 from softbottle.ops.mixture.activations import SOFTMAX, Activation
 from softbottle.ops.mixture.arrays import (
     Mixture,
@@ -450,11 +449,7 @@ class Head(abc.ABC):
             )
         output = (params, table_VE, bias_V)
         predictions = self.predict(output, hidden_TD, latent_mask, options)
-
-        def one(words_T):
-            return -likelihood.nll(*predictions.scores(words_T))
-
-        return jax.vmap(one, in_axes=1, out_axes=1)(words_TM)
+        return predictions.log_probs_of(words_TM)
 
     def scores(
         self,

@@ -155,6 +155,21 @@ class Pieces(NamedTuple):
         """See `Predictions`: that of the frequent words is no operation's."""
         del labels_T
 
+    def log_probs_of(self, words_TM: jax.Array) -> jax.Array:
+        """See `Predictions`."""
+        _, lse_T1 = self._masses()
+
+        def one(words_T):
+            local_T, elsewhere = self._elsewhere(words_T)
+            context_T1E = self.mixture.context_TKE
+            rare_T1 = ops.label_score(
+                context_T1E, self.rare, local_T, options=self.options
+            )
+            score_T1, _ = likelihood.beside(rare_T1, lse_T1, elsewhere)
+            return -likelihood.nll(self.mixture.log_prior_TK, score_T1, lse_T1)
+
+        return jax.vmap(one, in_axes=1, out_axes=1)(words_TM)
+
     def log_probs(self, log_prior_TK: jax.Array | None) -> jax.Array:
         """See `Predictions`."""
         _, lse_T1 = self._masses()
@@ -255,9 +270,8 @@ class Pieces(NamedTuple):
         tokens = len(self.tokens.context_TKE)
         anything_T = jnp.full(tokens, self.size - self.start, jnp.int32)
         _, own_T1 = gated.scores(self.tokens, self.frequent, anything_T, self.options)
-        _, rare_T1 = ops.scores(
-            self.mixture.context_TKE, self.rare, anything_T, options=self.options
-        )
+        context_T1E = self.mixture.context_TKE
+        rare_T1 = ops.lse(context_T1E, self.rare, options=self.options)
         return own_T1, jnp.logaddexp(own_T1, rare_T1)
 
 

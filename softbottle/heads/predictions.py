@@ -66,6 +66,10 @@ class Predictions(Protocol):
         """The scores and the entropy [T], or None where no operation has it."""
         ...
 
+    def log_probs_of(self, words_TM: jax.Array) -> jax.Array:
+        """Log P of some words of each token, [T, M]."""
+        ...
+
     def log_probs(self, log_prior_TK: jax.Array | None) -> jax.Array:
         """Log P of every word, by the given prior if there is one."""
         ...
@@ -139,9 +143,22 @@ class OfMixture(NamedTuple):
         if context_TKE.shape[1:-1] != (1,) or self.activation.params:
             return None
         how = (self.activation, self.options)
-        lse_TK, entropy_TK = ops.entropies(context_TKE, self.words, *how)
-        score_TK = ops.label_score(context_TKE, self.words, labels_T, *how)
+        score_TK, lse_TK, entropy_TK = ops.scores_and_entropies(
+            context_TKE, self.words, labels_T, *how
+        )
         return (log_prior_TK, score_TK, lse_TK), entropy_TK[:, 0]
+
+    def log_probs_of(self, words_TM: jax.Array) -> jax.Array:
+        """See `Predictions`."""
+        log_prior_TK, context_TKE = self.mixture
+        how = (self.activation, self.options)
+        lse_TK = ops.lse(context_TKE, self.words, *how)
+
+        def one(words_T):
+            score_TK = ops.label_score(context_TKE, self.words, words_T, *how)
+            return -likelihood.nll(log_prior_TK, score_TK, lse_TK)
+
+        return jax.vmap(one, in_axes=1, out_axes=1)(words_TM)
 
     def log_probs(self, log_prior_TK: jax.Array | None) -> jax.Array:
         """See `Predictions`."""

@@ -3,14 +3,15 @@
 from softbottle.ops.mixture.activations import Activation
 from softbottle.ops.mixture.api import (
     argmax,
-    entropies,
     label_score,
     log_probs,
     loss,
     loss_and_argmax,
+    lse,
     nll,
     sample,
     scores,
+    scores_and_entropies,
     source,
     top_k,
 )
@@ -26,14 +27,15 @@ __all__ = [
     "Targets",
     "Vocabulary",
     "argmax",
-    "entropies",
     "label_score",
     "log_probs",
     "loss",
     "loss_and_argmax",
+    "lse",
     "nll",
     "sample",
     "scores",
+    "scores_and_entropies",
     "source",
     "top_k",
 ]

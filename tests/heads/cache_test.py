@@ -349,7 +349,5 @@ def test_nothing_is_scattered_over_tokens_and_vocabulary():
         r":\w+\[([\d,]+)\] = scatter", str(step.trace(*arguments).jaxpr)
     )
     shapes = {tuple(map(int, shape.split(","))) for shape in scattered}
-    # Rows of the table take their labels' gradients; no token has a row of words.
-    assert shapes and all(
-        vocab not in shape or shape[0] == vocab for shape in shapes
-    ), shapes
+    # Rows of the table may take their labels' gradients; no token has a row of words.
+    assert all(vocab not in shape or shape[0] == vocab for shape in shapes), shapes

@@ -1,8 +1,8 @@
 """The operations everyone calls; here inputs are checked and a path is chosen.
 
     scores     g(z) of the label and logsumexp_v g(z_v), per token and component
-    label_score, the former alone
-    entropies  the latter, and the entropy of each component
+    label_score, lse, each alone
+    scores_and_entropies, with the entropy of each component
     nll        -log P(label) per token; takes any cotangent
     loss       the weighted sum of nll, with its gradient computed in forward
     loss_and_argmax, with the most probable words
@@ -53,9 +53,12 @@ def scores(
     differentiation.
     """
     options = options.resolve()
-    score_TK = label_score(context_TKE, vocabulary, labels_T, activation, options)
-    lse_TK = _lse(context_TKE, vocabulary, activation, options)
-    return likelihood.beside(score_TK, lse_TK, elsewhere)
+    _check(context_TKE, vocabulary, options)
+    _check_tokens(context_TKE, labels_T=labels_T)
+    labels_T = likelihood.word_ids(labels_T=labels_T)
+    local = _implementation(options, context_TKE).scores
+    inputs = (context_TKE, vocabulary, labels_T, activation, options)
+    return likelihood.beside(*likelihood.joint_scores(local, *inputs), elsewhere)
 
 
 def label_score(
@@ -74,23 +77,43 @@ def label_score(
     )
 
 
-def entropies(
+def lse(
     context_TKE: jax.Array,
     vocabulary: Vocabulary,
     activation: Activation = SOFTMAX,
     options: Options = DEFAULTS,
-) -> tuple[jax.Array, jax.Array]:
-    """The log-normalizers and the entropy of each component, [T, K] both.
+) -> jax.Array:
+    """The log-normalizers alone, [T, K]; take any cotangent."""
+    options = options.resolve()
+    _check(context_TKE, vocabulary, options)
+    local = _implementation(options, context_TKE).lse
+    local_TK = classes.lse(local, context_TKE, vocabulary, activation, options)
+    return shards.joint_lse(local_TK, options)
+
+
+def scores_and_entropies(
+    context_TKE: jax.Array,
+    vocabulary: Vocabulary,
+    labels_T: jax.Array,
+    activation: Activation = SOFTMAX,
+    options: Options = DEFAULTS,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`scores`, and the entropy of each component, [T, K] all.
 
     They take any cotangents. The activation has no parameters, and words no classes.
     """
     options = options.resolve()
     _check(context_TKE, vocabulary, options)
+    _check_tokens(context_TKE, labels_T=labels_T)
+    labels_T = likelihood.word_ids(labels_T=labels_T)
     chosen = _implementation(options, context_TKE)
-    inputs = (context_TKE, vocabulary, activation, options)
-    lse_TK, entropy_TK = chosen.entropies(*inputs)
+    inputs = (context_TKE, vocabulary, labels_T, activation, options)
+    own_TK, lse_TK, entropy_TK = chosen.entropies(*inputs)
+    rows = len(vocabulary.table_VE)
+    score_TK = shards.from_owner(own_TK, labels_T, rows, options)
     joint_TK = shards.joint_lse(lse_TK, options)
-    return joint_TK, shards.joint_entropy(lse_TK, entropy_TK, joint_TK, options)
+    entropy_TK = shards.joint_entropy(lse_TK, entropy_TK, joint_TK, options)
+    return score_TK, joint_TK, entropy_TK
 
 
 def nll(
@@ -192,7 +215,7 @@ def log_probs(
     options = decode.budgeted(options)
     _check_mixture(mixture, vocabulary, options)
     if lse_TK is None:
-        lse_TK = _lse(mixture.context_TKE, vocabulary, activation, options)
+        lse_TK = lse(mixture.context_TKE, vocabulary, activation, options)
     return decode.log_probs(mixture, vocabulary, lse_TK, activation, options)
 
 
@@ -216,7 +239,7 @@ def top_k(
     if not 1 <= k <= words:
         raise ValueError(f"k must be between 1 and the vocabulary's {words}, got {k}.")
     if lse_TK is None:
-        lse_TK = _lse(mixture.context_TKE, vocabulary, activation, options)
+        lse_TK = lse(mixture.context_TKE, vocabulary, activation, options)
     given = (mixture, vocabulary, lse_TK, activation, options)
     return decode.top_k(decode.blocks(*given, least=k), k, options)
 
@@ -263,7 +286,7 @@ def sample(
     sampling.check_words(shards.word_count(len(vocabulary.table_VE), options))
     lse_TK = None
     if components > 1:
-        lse_TK = _lse(mixture.context_TKE, vocabulary, activation, options)
+        lse_TK = lse(mixture.context_TKE, vocabulary, activation, options)
     given = (mixture, vocabulary, lse_TK, activation, options)
     fold = decode.blocks(*given, first=first, least=sampling.top_k or 1, beside=2)
     return draw(fold, tokens, key, sampling, options)
@@ -273,12 +296,6 @@ def _implementation(options: Options, context_TKE: Shaped) -> Implementation:
     # A grid of no blocks is nothing that a kernel could be started with.
     name = options.implementation if context_TKE.shape[0] else "blocked"
     return importlib.import_module(f"softbottle.ops.mixture.{name}").IMPLEMENTATION
-
-
-def _lse(context_TKE, vocabulary, activation, options):
-    chosen = _implementation(options, context_TKE)
-    local_TK = classes.lse(chosen.lse, context_TKE, vocabulary, activation, options)
-    return shards.joint_lse(local_TK, options)
 
 
 def _targets(mixture, vocabulary, targets, options):

@@ -66,6 +66,24 @@ class Elsewhere(NamedTuple):
     owned_T: jax.Array
 
 
+class Scores(NamedTuple):
+    """What an implementation says of each token and component, [T, K] all.
+
+    The three have one gradient: where a label is nearly sure, what it adds to the
+    normalizer and its own score nearly cancel, and would not if each were rounded.
+
+    Attributes:
+        own_TK: g(z) of the label, 0 where none of the local rows is it; None if there
+            are no labels.
+        lse_TK: the log-normalizers over the local rows.
+        entropy_TK: the entropy over the local rows; None unless it is asked for.
+    """
+
+    own_TK: jax.Array | None
+    lse_TK: jax.Array
+    entropy_TK: jax.Array | None = None
+
+
 def without_padding(weights: jax.Array, tree: Tree) -> Tree:
     """The tree with zeros where the weight is 0, and no gradient there.
 

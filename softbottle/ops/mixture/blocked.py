@@ -3,10 +3,11 @@
 Tokens are taken in chunks, each against the whole table, all K components of a token
 together. Two differentiable functions come out of it.
 
-`lse` takes any cotangent. Its backward pass computes a chunk's logits again, four
-products in all:
+`scores`, the label's score and the normalizer, take any cotangents. Their backward pass
+computes a chunk's logits again, four products in all:
 
-    d lse[t, k] / d z[t, k, v] = exp(g(z[t, k, v]) - lse[t, k]) g'(z[t, k, v]).
+    d z[t, k, v] = (lse_bar[t, k] exp(g(z[t, k, v]) - lse[t, k])
+                    + [v == label[t]] own_bar[t, k]) g'(z[t, k, v]).
 
 `loss` is a scalar, so its gradient is known up to a factor as soon as a chunk's
 normalizers are: it is computed in the forward rule, three products in all, as
@@ -28,7 +29,7 @@ import jax.numpy as jnp
 
 from softbottle.ops.mixture import classes, exponential, likelihood, products, shards
 from softbottle.ops.mixture.activations import DEAD, Activation
-from softbottle.ops.mixture.arrays import Mixture, Vocabulary
+from softbottle.ops.mixture.arrays import Mixture, Scores, Vocabulary
 from softbottle.ops.mixture.implementation import Choice, Implementation, Shaped
 from softbottle.ops.mixture.options import (
     Options,
@@ -39,9 +40,13 @@ from softbottle.ops.mixture.options import (
 
 
 def _lse(context_TKE, vocabulary, activation, options):
+    return _scores(context_TKE, vocabulary, None, activation, options).lse_TK
+
+
+def _scores(context_TKE, vocabulary, labels_T, activation, options):
     theta = jax.tree.map(jnp.asarray, activation.theta)
-    inputs = shards.varying_together(theta, context_TKE, vocabulary)
-    return _fused_lse(activation.apply, options, *inputs)
+    inputs = shards.varying_together(theta, context_TKE, vocabulary, labels_T)
+    return _fused_scores(activation.apply, options, *inputs)
 
 
 def _loss(mixture, vocabulary, targets, activation, options, elsewhere=None):
@@ -50,7 +55,7 @@ def _loss(mixture, vocabulary, targets, activation, options, elsewhere=None):
         return exponential.loss(route(options), *inputs)
     if classes.count(mixture.context_TKE) > 1 or elsewhere is not None:
         return likelihood.loss_from(
-            _lse, mixture, vocabulary, targets, activation, options, elsewhere
+            _scores, mixture, vocabulary, targets, activation, options, elsewhere
         )
     theta = jax.tree.map(jnp.asarray, activation.theta)
     inputs = likelihood.vary(theta, mixture, vocabulary, targets)
@@ -75,8 +80,8 @@ def _choice(context_TKE, table_VE, activation, options):
 def route(options: Options) -> exponential.Route:
     """Plain XLA; matrix units of GPUs want aligned tables, CPUs gain nothing."""
     if options.on_gpu:
-        return exponential.Route(_first_product, _lse, (8, 128, 64), 32)
-    return exponential.Route(_first_product, _lse, (1, 1, 1), 1)
+        return exponential.Route(_first_product, _scores, (8, 128, 64), 32)
+    return exponential.Route(_first_product, _scores, (1, 1, 1), 1)
 
 
 def _first_product(
@@ -102,56 +107,63 @@ def _first_product(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _fused_lse(apply, options, theta, context_TKE, vocabulary):
+def _fused_scores(apply, options, theta, context_TKE, vocabulary, labels_T):
     cast = _cast(options, context_TKE, vocabulary)
+    activation = Activation(apply, params=theta)
 
     def chunk(_, context_CKE):
         g_CKV = apply(theta, likelihood.logits(context_CKE, cast, options))
         return (), _masked_lse(g_CKV, options)
 
     count = chunks(context_TKE, vocabulary.table_VE, options)
-    return likelihood.over_chunks(chunk, (), context_TKE, count)[1]
+    lse_TK = likelihood.over_chunks(chunk, (), context_TKE, count)[1]
+    words = (context_TKE, vocabulary, labels_T, activation, options)
+    return likelihood.with_own(lse_TK, *words)
 
 
-def _lse_forward(apply, options, theta, context_TKE, vocabulary):
-    lse_TK = _fused_lse(apply, options, theta, context_TKE, vocabulary)
-    return lse_TK, (theta, context_TKE, vocabulary, lse_TK)
+def _scores_forward(apply, options, *inputs):
+    found = _fused_scores(apply, options, *inputs)
+    return found, (*inputs, found.lse_TK)
 
 
-def lse_backward(
-    apply: Any, options: Options, saved: Any, lse_bar_TK: jax.Array
-) -> tuple[Any, jax.Array, Vocabulary]:
+def scores_backward(
+    apply: Any, options: Options, saved: Any, bars: Scores
+) -> tuple[Any, jax.Array, Vocabulary, None]:
     """The gradients of theta, context and vocabulary, from what a forward saved."""
-    theta, context_TKE, vocabulary, lse_TK = saved
+    theta, context_TKE, vocabulary, labels_T, lse_TK = saved
     cast = _cast(options, context_TKE, vocabulary)
 
     def chunk(sums, tokens):
-        context_CKE, lse_CK, lse_bar_CK = tokens
+        context_CKE, labels_C, lse_CK, bars = tokens
         z_CKV = likelihood.logits(context_CKE, cast, options)
         g_CKV, pull = jax.vjp(apply, theta, z_CKV)
         p_CKV = _probabilities(g_CKV, lse_CK, options)
-        bar_CK1 = lse_bar_CK[:, :, None]
-        theta_bar, z_bar_CKV = pull(jnp.where(bar_CK1 != 0, bar_CK1 * p_CKV, 0.0))
+        lse_bar_CK1 = bars.lse_TK[:, :, None]
+        bar_CKV = jnp.where(lse_bar_CK1 != 0, lse_bar_CK1 * p_CKV, 0.0)
+        if labels_C is not None:
+            hit_CV = _hits(labels_C, len(cast.table_VE), options)
+            bar_CKV += jnp.where(hit_CV[:, None], bars.own_TK[:, :, None], 0.0)
+        theta_bar, z_bar_CKV = pull(bar_CKV)
         return _add_products(sums, theta_bar, z_bar_CKV, context_CKE, cast.table_VE)
 
     sums = _zero_sums(theta, context_TKE, vocabulary)
-    tokens = (context_TKE, lse_TK, lse_bar_TK)
+    tokens = (context_TKE, labels_T, lse_TK, bars)
     count = chunks(context_TKE, vocabulary.table_VE, options)
     sums, context_bar_TKE = likelihood.over_chunks(chunk, sums, tokens, count)
     theta_bar, vocabulary_bar = _like((theta, vocabulary), sums)
-    return theta_bar, context_bar_TKE.astype(context_TKE.dtype), vocabulary_bar
+    return theta_bar, context_bar_TKE.astype(context_TKE.dtype), vocabulary_bar, None
 
 
-_fused_lse.defvjp(_lse_forward, lse_backward)
+_fused_scores.defvjp(_scores_forward, scores_backward)
 
 
-def _entropies(context_TKE, vocabulary, activation, options):
-    inputs = shards.varying_together(context_TKE, vocabulary)
+def _entropies(context_TKE, vocabulary, labels_T, activation, options):
+    inputs = shards.varying_together(context_TKE, vocabulary, labels_T)
     return _fused_entropies(activation, options, *inputs)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _fused_entropies(activation, options, context_TKE, vocabulary):
+def _fused_entropies(activation, options, context_TKE, vocabulary, labels_T):
     cast = _cast(options, context_TKE, vocabulary)
 
     def chunk(_, context_CKE):
@@ -160,20 +172,19 @@ def _fused_entropies(activation, options, context_TKE, vocabulary):
         return (), _masked_lse_and_entropy(g_CKV, options)
 
     count = chunks(context_TKE, vocabulary.table_VE, options)
-    return likelihood.over_chunks(chunk, (), context_TKE, count)[1]
+    lse_TK, entropy_TK = likelihood.over_chunks(chunk, (), context_TKE, count)[1]
+    words = (context_TKE, vocabulary, labels_T, activation, options)
+    return likelihood.with_own(lse_TK, *words)._replace(entropy_TK=entropy_TK)
 
 
-def _entropies_forward(activation, options, context_TKE, vocabulary):
-    lse_TK, entropy_TK = _fused_entropies(activation, options, context_TKE, vocabulary)
-    saved = (context_TKE, vocabulary, lse_TK)
-    return (lse_TK, entropy_TK), (saved, entropy_TK)
+def _entropies_forward(activation, options, *inputs):
+    found = _fused_entropies(activation, options, *inputs)
+    return found, (*inputs, found)
 
 
 def _entropies_backward(activation, options, saved, bars):
-    saved, entropy_TK = saved
-    entropy = (entropy_TK, bars[1])
     way = route(options)
-    return exponential.lse_backward(way, activation, options, saved, bars[0], entropy)
+    return *exponential.scores_backward(way, activation, options, saved, bars), None
 
 
 _fused_entropies.defvjp(_entropies_forward, _entropies_backward)
@@ -182,7 +193,8 @@ _fused_entropies.defvjp(_entropies_forward, _entropies_backward)
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _learned_loss(apply, options, theta, mixture, vocabulary, targets):
     activation = Activation(apply, params=theta)
-    return likelihood.loss_from(_lse, mixture, vocabulary, targets, activation, options)
+    inputs = (mixture, vocabulary, targets, activation, options)
+    return likelihood.loss_from(_scores, *inputs)
 
 
 def _learned_forward(apply, options, theta, mixture, vocabulary, targets):
@@ -326,4 +338,6 @@ def _hits(labels_C, rows, options):
     return labels_C[:, None] == ids_V[None]
 
 
-IMPLEMENTATION = Implementation(_lse, _loss, _loss_and_argmax, _choice, _entropies)
+IMPLEMENTATION = Implementation(
+    _lse, _loss, _loss_and_argmax, _choice, _scores, _entropies
+)

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from softbottle.ops.mixture import shards
 from softbottle.ops.mixture.activations import Activation
-from softbottle.ops.mixture.arrays import Vocabulary
+from softbottle.ops.mixture.arrays import Scores, Vocabulary
 from softbottle.ops.mixture.implementation import Shaped
 from softbottle.ops.mixture.options import Options
 
@@ -89,6 +89,25 @@ def lse(
         for context_TKE, words, own in of(context, vocabulary, options)
     ]
     return joint_lse(each)
+
+
+def scores(
+    of_class: Callable[..., Scores],
+    context: jax.Array,
+    vocabulary: Vocabulary,
+    labels_T: jax.Array,
+    activation: Activation,
+    options: Options,
+) -> Scores:
+    """The label's score and log-normalizers over the local rows, as `lse` has these."""
+    classes, each = count(context), []
+    for n, (context_TKE, words, own) in enumerate(of(context, vocabulary, options)):
+        own_T = labels_T
+        if classes > 1:
+            own_T = jnp.where(labels_T % classes == n, labels_T // classes, -1)
+        each.append(of_class(context_TKE, words, own_T, activation, own))
+    own_TK = sum(found.own_TK for found in each)
+    return Scores(own_TK, joint_lse([found.lse_TK for found in each]))
 
 
 def joint_lse(each: Sequence[jax.Array]) -> jax.Array:

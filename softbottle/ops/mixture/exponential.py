@@ -28,12 +28,17 @@ would have to wait for. The table is padded to sizes that matrix units like, its
 never enters a sum, and the same inputs give the same bits.
 
 The gradient of the normalizers themselves, for any cotangent, is the same with
-scale[r] = cotangent[r] exp(ref[r] - lse[r]) and no label: `lse_backward`. Beside it the
-entropy of each row, H = lse - sum_v p g, may have a cotangent, of which
+pull[r] = lse_bar[r] (`scores_backward`), and the label's score may have a cotangent,
+too:
+
+    delta[r] = (pull[r] exp(g(z[r, label]) - lse[r]) + own_bar[r]) g'.
+
+The entropy of each row, H = lse - sum_v p g, may have another, of which
 
     d z[r, v] = p (lse_bar - H_bar (g - lse + H)) g',
 
-so that E has a factor more, linear in g - lse, and scale[r] is exp(ref[r] - lse[r]).
+so that E has a factor more, linear in g - lse, which pull then is at the label, and
+scale[r] is exp(ref[r] - lse[r]).
 
 Words in classes (classes.py) have products and references of their own for each class,
 on its words and contexts, under one normalizer. All arrays have an axis for them; most
@@ -58,7 +63,13 @@ import jax.numpy as jnp
 
 from softbottle.ops.mixture import classes, likelihood, shards, table_sums
 from softbottle.ops.mixture.activations import DEAD, Activation
-from softbottle.ops.mixture.arrays import Elsewhere, Mixture, Targets, Vocabulary
+from softbottle.ops.mixture.arrays import (
+    Elsewhere,
+    Mixture,
+    Scores,
+    Targets,
+    Vocabulary,
+)
 from softbottle.ops.mixture.options import (
     Options,
     chunk_count,
@@ -87,13 +98,13 @@ class Route(NamedTuple):
             near the largest, and E has the factor tilt_0R + tilt_1R (g - near_R) if
             there is a tilt. The peak is a `Peak` [N, R] if peaks are asked for (never
             with a tilt) and else None.
-        lse: (context_TKE, vocabulary, activation, options) -> normalizers [T, K].
+        scores: as an `Implementation` has them.
         multiples: what rows, words and width of the first product are padded to.
         width: what the width of the third product is padded to.
     """
 
     first: Callable
-    lse: Callable
+    scores: Callable
     multiples: tuple[int, int, int]
     width: int
 
@@ -142,7 +153,7 @@ def _loss(route, activation, options, argmax, mixture, vocabulary, targets, else
         inputs = (mixture, vocabulary, targets, elsewhere)
         return _loss_forward(route, activation, options, argmax, *inputs)[0]
     total = likelihood.loss_from(
-        route.lse, mixture, vocabulary, targets, activation, options, elsewhere
+        route.scores, mixture, vocabulary, targets, activation, options, elsewhere
     )
     return total, None
 
@@ -187,59 +198,94 @@ def _loss_backward(route, activation, options, argmax, saved, bars):
 _loss.defvjp(_loss_forward, _loss_backward)
 
 
-def lse_backward(
+def scores_backward(
     route: Route,
     activation: Activation,
     options: Options,
-    saved: tuple[jax.Array, Vocabulary, jax.Array],
-    lse_bar_TK: jax.Array,
-    entropy: tuple[jax.Array, jax.Array] | None = None,
+    saved: tuple[jax.Array, Vocabulary, jax.Array | None, Scores],
+    bars: Scores,
 ) -> tuple[jax.Array, Vocabulary]:
-    """The gradients of contexts and vocabulary by a cotangent of the normalizers.
+    """The gradients of contexts and vocabulary by cotangents of the scores.
 
     Args:
         route: the platform's.
         activation: a fixed one.
         options: those of the forward pass.
-        saved: its contexts [T, K, E], vocabulary and normalizers [T, K].
-        lse_bar_TK: the cotangent; where it is 0, nothing is read.
-        entropy: the rows' entropies [T, K] and the cotangents of these, if they have
-            any; nothing is read where both cotangents are 0.
+        saved: its contexts [T, K, E], vocabulary, labels [T] and scores.
+        bars: the cotangents; where all are 0, nothing is read.
     """
-    context_TKE, vocabulary, lse_TK = saved
+    context_TKE, vocabulary, labels_T, found = saved
     padded = _pad(route, context_TKE, vocabulary, options)
-    dtype = padded.table_NPQ.dtype
+    whole = Vocabulary(
+        cast(vocabulary.table_VE, padded.table_NPQ.dtype), vocabulary.bias_V
+    )
 
     def chunk(sums, tokens):
-        context_CKE, lse_CK, bar_CK, entropy = tokens
-        asked_CK, tilt_2CK = bar_CK != 0, None
-        if entropy is not None:
-            entropy_CK, entropy_bar_CK = entropy
-            asked_CK |= entropy_bar_CK != 0
-            level_CK = bar_CK - entropy_bar_CK * entropy_CK
-            tilt_2CK = jnp.stack([level_CK, -entropy_bar_CK])
-            tilt_2CK = jnp.where(asked_CK[None], tilt_2CK, 0.0)
-            bar_CK = jnp.ones_like(bar_CK)
-        cast_CKE = cast(jnp.where(asked_CK[:, :, None], context_CKE, 0), dtype)
-        cast_NCKE = cast_CKE[None]
-        near_CK = jnp.where(asked_CK, lse_CK, 0.0)
-        e_NRP, _, ref_NCK, _ = _exponentials(
-            route, activation, options, padded, cast_NCKE, near_CK, tilt_2CK
-        )
-        factor_NCK = jnp.exp(ref_NCK - near_CK[None])
-        scale_NCK = jnp.where(asked_CK[None], bar_CK[None] * factor_NCK, 0.0)
-        product_NCKE = _second_product(e_NRP, padded, cast_NCKE, scale_NCK.dtype)
-        sums = table_sums.add_products(sums, e_NRP, cast_NCKE, scale_NCK)
-        return sums, (scale_NCK[..., None] * product_NCKE)[0]
+        return _pulled(route, activation, options, whole, padded, sums, *tokens)
 
     sums = table_sums.zeros(
         route.width, context_TKE, padded.bias_NP, vocabulary.table_VE
     )
-    tokens = (context_TKE, lse_TK, lse_bar_TK, entropy)
+    tokens = (context_TKE, labels_T, found, bars)
     count = chunks(route, context_TKE, vocabulary.table_VE, options)
     sums, context_bar_TKE = likelihood.over_chunks(chunk, sums, tokens, count)
-    bars = table_sums.gradient(sums, vocabulary)
-    return context_bar_TKE.astype(context_TKE.dtype), bars
+    vocabulary_bar = table_sums.gradient(sums, vocabulary)
+    return context_bar_TKE.astype(context_TKE.dtype), vocabulary_bar
+
+
+def _pulled(
+    route,
+    activation,
+    options,
+    whole,
+    padded,
+    sums,
+    context_CKE,
+    labels_C,
+    found,
+    bars,
+):
+    """Add a chunk's part of the table's gradient; return that of its contexts."""
+    asked_CK = functools.reduce(
+        jnp.logical_or, (bar_CK != 0 for bar_CK in bars if bar_CK is not None)
+    )
+    lse_CK = jnp.where(asked_CK, found.lse_TK, 0.0)
+    bar_CK, tilt_2CK = bars.lse_TK, None
+    if bars.entropy_TK is not None:
+        level_CK = bars.lse_TK - bars.entropy_TK * found.entropy_TK
+        tilt_2CK = jnp.stack([level_CK, -bars.entropy_TK])
+        tilt_2CK = jnp.where(asked_CK[None], tilt_2CK, 0.0)
+        bar_CK = jnp.ones_like(level_CK)
+    context_CKE = jnp.where(asked_CK[:, :, None], context_CKE, 0)
+    cast_CKE = cast(context_CKE, whole.table_VE.dtype)
+    cast_NCKE = cast_CKE[None]
+    e_NRP, _, ref_NCK, _ = _exponentials(
+        route, activation, options, padded, cast_NCKE, lse_CK, tilt_2CK
+    )
+    factor_NCK = jnp.exp(ref_NCK - lse_CK[None])
+    scale_NCK = jnp.where(asked_CK[None], bar_CK[None] * factor_NCK, 0.0)
+    product_NCKE = _second_product(e_NRP, padded, cast_NCKE, scale_NCK.dtype)
+    context_bar_CKE = (scale_NCK[..., None] * product_NCKE)[0]
+    sums = table_sums.add_products(sums, e_NRP, cast_NCKE, scale_NCK)
+    if labels_C is None:
+        return sums, context_bar_CKE
+
+    label_C, owned_C = shards.local_labels(labels_C, len(whole.table_VE), options)
+    here_CK = owned_C[:, None] & asked_CK
+    _, slope_CK = likelihood.own_score_and_slope(
+        cast_CKE, whole, labels_C, activation, options
+    )
+    ahead_CK = jnp.where(here_CK, found.own_TK - lse_CK, 0.0)
+    pull_CK = bars.lse_TK if tilt_2CK is None else tilt_2CK[0] + tilt_2CK[1] * ahead_CK
+    delta_CK = (pull_CK * jnp.exp(ahead_CK) + bars.own_TK) * slope_CK
+    delta_CK = jnp.where(here_CK, delta_CK, 0.0)
+    stored_CK = jnp.where(here_CK, _stored(e_NRP, label_C, lse_CK), 0.0)
+    of_label_CK = delta_CK - scale_NCK[0] * stored_CK
+    label_row_CE = whole.table_VE[label_C].astype(lse_CK.dtype)
+    context_bar_CKE += of_label_CK[..., None] * label_row_CE[:, None]
+    factors = (scale_NCK[0], stored_CK, delta_CK)
+    sums = table_sums.add_labels(sums, cast_CKE, factors, label_C, owned_C)
+    return sums, context_bar_CKE
 
 
 class _Padded(NamedTuple):
@@ -274,8 +320,10 @@ def _chunk(
     labels_C, weights_C, z_weights_C, score_weights_C = targets
     cast_CKE = cast(context_CKE, whole.table_VE.dtype)
     own_CKE = classes.of_label(cast_CKE, labels_C)
-    score_CK, slope_CK = likelihood.target_score_and_slope(
-        own_CKE, whole, labels_C, activation, options
+    both = likelihood.own_score_and_slope(own_CKE, whole, labels_C, activation, options)
+    score_CK, slope_CK = (
+        shards.from_owner(each_CK, labels_C, len(whole.table_VE), options)
+        for each_CK in both
     )
     near_CK = likelihood.beside(score_CK, score_CK, elsewhere)[0]
     cast_NCKE = cast_CKE[None] if cast_CKE.ndim == 3 else jnp.moveaxis(cast_CKE, 1, 0)

@@ -10,7 +10,13 @@ from typing import NamedTuple
 import jax
 
 from softbottle.ops.mixture.activations import Activation
-from softbottle.ops.mixture.arrays import Elsewhere, Mixture, Targets, Vocabulary
+from softbottle.ops.mixture.arrays import (
+    Elsewhere,
+    Mixture,
+    Scores,
+    Targets,
+    Vocabulary,
+)
 from softbottle.ops.mixture.options import Options
 
 # An array, or what stands for one when only its shape and dtype are asked.
@@ -39,9 +45,9 @@ class Implementation(NamedTuple):
             a pass of its own.
         choice: (context_TKE, table_VE, activation, options) -> what computes `loss` on
             arrays of these shapes, which an implementation may leave to another.
-        entropies: as `lse`, of an activation without parameters -> the log-normalizers
-            and the entropy of each component over the local rows, [T, K] both, which
-            take any cotangents.
+        scores: (context_TKE, vocabulary, labels_T, activation, options) -> `Scores`,
+            which take any cotangents, without entropies.
+        entropies: as `scores`, of an activation without parameters, with entropies.
         logits_and_lse: (context_RE, table_PE, bias_P, options) -> float32 logits [R, P]
             and their log-sum-exp [R] in one pass, of bfloat16 inputs, without a
             gradient; None where XLA computes the one from the other.
@@ -56,9 +62,8 @@ class Implementation(NamedTuple):
         tuple[jax.Array, jax.Array] | None,
     ]
     choice: Callable[[Shaped, Shaped, Activation, Options], Choice]
-    entropies: Callable[
-        [jax.Array, Vocabulary, Activation, Options], tuple[jax.Array, jax.Array]
-    ]
+    scores: Callable[[jax.Array, Vocabulary, jax.Array, Activation, Options], Scores]
+    entropies: Callable[[jax.Array, Vocabulary, jax.Array, Activation, Options], Scores]
     logits_and_lse: (
         Callable[
             [jax.Array, jax.Array, jax.Array, Options], tuple[jax.Array, jax.Array]

@@ -9,7 +9,13 @@ import jax.numpy as jnp
 
 from softbottle.ops.mixture import classes, rows, shards
 from softbottle.ops.mixture.activations import Activation
-from softbottle.ops.mixture.arrays import Elsewhere, Mixture, Targets, Vocabulary
+from softbottle.ops.mixture.arrays import (
+    Elsewhere,
+    Mixture,
+    Scores,
+    Targets,
+    Vocabulary,
+)
 from softbottle.ops.mixture.options import Options, product_dtype, sum_dtype
 from softbottle.ops.mixture.products import cast, round_up
 
@@ -61,24 +67,53 @@ def target_score(
     rounded inputs that the normalizer's products read, so that the two agree.
     """
     context_TKE = classes.of_label(context_TKE, labels_T)
+    own_TK = own_score(context_TKE, vocabulary, labels_T, activation, options)
+    return shards.from_owner(own_TK, labels_T, len(vocabulary.table_VE), options)
+
+
+def own_score(
+    context_TKE: jax.Array,
+    vocabulary: Vocabulary,
+    labels_T: jax.Array,
+    activation: Activation,
+    options: Options,
+) -> jax.Array:
+    """g(z) of the label, [T, K]; 0 where none of the local rows is it."""
     z_TK, owned_T = _target_logit(context_TKE, vocabulary, labels_T, options)
     score_TK = activation.apply(activation.theta, z_TK)
-    words = len(vocabulary.table_VE)
-    return shards.from_owner(score_TK, owned_T, labels_T, words, options)
+    return jnp.where(owned_T[:, None], score_TK, 0.0)
 
 
-def target_score_and_slope(
+def with_own(
+    lse_TK: jax.Array,
+    context_TKE: jax.Array,
+    vocabulary: Vocabulary,
+    labels_T: jax.Array | None,
+    activation: Activation,
+    options: Options,
+) -> Scores:
+    """The log-normalizers, with the scores of the labels if there are any."""
+    if labels_T is None:
+        return Scores(None, lse_TK)
+    inputs = (context_TKE, vocabulary, labels_T, activation, options)
+    # Under `vmap` over labels alone both have to be batched: of one that is not, the
+    # gradient would be counted for every element.
+    lse_TK += 0 * labels_T[:, None].astype(lse_TK.dtype)
+    return Scores(own_score(*inputs), lse_TK)
+
+
+def own_score_and_slope(
     context_TKE: jax.Array,
     vocabulary: Vocabulary,
     labels_T: jax.Array,
     activation: Activation,
     options: Options,
 ) -> tuple[jax.Array, jax.Array]:
-    """`target_score` and g'(z) of the label, both [T, K]."""
+    """`own_score` and g'(z) of the label, both [T, K]."""
     z_TK, owned_T = _target_logit(context_TKE, vocabulary, labels_T, options)
-    score_TK, slope_TK = with_slope(activation, z_TK)
-    owner = (owned_T, labels_T, len(vocabulary.table_VE), options)
-    return shards.from_owner(score_TK, *owner), shards.from_owner(slope_TK, *owner)
+    both = with_slope(activation, z_TK)
+    score_TK, slope_TK = (jnp.where(owned_T[:, None], each, 0.0) for each in both)
+    return score_TK, slope_TK
 
 
 def mean_logit(
@@ -181,7 +216,7 @@ def lse_weight(
 
 
 def loss_from(
-    local_lse: Callable[[jax.Array, Vocabulary, Activation, Options], jax.Array],
+    local_scores: Callable[..., Scores],
     mixture: Mixture,
     vocabulary: Vocabulary,
     targets: Targets,
@@ -189,16 +224,28 @@ def loss_from(
     options: Options,
     elsewhere: Elsewhere | None = None,
 ) -> jax.Array:
-    """The loss from an implementation's log-normalizers, for jax to differentiate."""
+    """The loss from an implementation's scores, for jax to differentiate."""
     log_prior_TK, context_TKE = mixture
-    lse_TK = classes.lse(local_lse, context_TKE, vocabulary, activation, options)
-    lse_TK = shards.joint_lse(lse_TK, options)
-    score_TK = target_score(
-        context_TKE, vocabulary, targets.labels_T, activation, options
-    )
-    score_TK, lse_TK = beside(score_TK, lse_TK, elsewhere)
+    inputs = (context_TKE, vocabulary, targets.labels_T, activation, options)
+    score_TK, lse_TK = beside(*joint_scores(local_scores, *inputs), elsewhere)
     nll_T = nll(log_prior_TK, score_TK, lse_TK)
     return weighted(targets, terms(nll_T, score_TK, lse_TK))
+
+
+def joint_scores(
+    local_scores: Callable[..., Scores],
+    context_TKE: jax.Array,
+    vocabulary: Vocabulary,
+    labels_T: jax.Array,
+    activation: Activation,
+    options: Options,
+) -> tuple[jax.Array, jax.Array]:
+    """The label's score and the log-normalizers over the whole vocabulary, [T, K]."""
+    inputs = (context_TKE, vocabulary, labels_T, activation, options)
+    own_TK, lse_TK, _ = classes.scores(local_scores, *inputs)
+    rows = len(vocabulary.table_VE)
+    score_TK = shards.from_owner(own_TK, labels_T, rows, options)
+    return score_TK, shards.joint_lse(lse_TK, options)
 
 
 def vary(

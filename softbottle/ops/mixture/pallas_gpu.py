@@ -46,7 +46,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from softbottle.ops.mixture import activations, blocked, exponential, shards
+from softbottle.ops.mixture import (
+    activations,
+    blocked,
+    exponential,
+    likelihood,
+    shards,
+)
 from softbottle.ops.mixture.activations import DEAD, LOG2_E, SOFTMAX
 from softbottle.ops.mixture.implementation import Choice, Implementation
 from softbottle.ops.mixture.options import note, product_dtype
@@ -79,10 +85,23 @@ _INTERPRET = contextvars.ContextVar("interpret", default=None)
 
 
 def _lse(context_TKE, vocabulary, activation, options):
+    return _scores(context_TKE, vocabulary, None, activation, options).lse_TK
+
+
+def _scores(context_TKE, vocabulary, labels_T, activation, options):
     if _refused(context_TKE, vocabulary.table_VE, activation, options):
-        return blocked.IMPLEMENTATION.lse(context_TKE, vocabulary, activation, options)
-    inputs = shards.varying_together(context_TKE, vocabulary)
-    return _fused_lse(activation, options, *inputs)
+        inputs = (context_TKE, vocabulary, labels_T, activation, options)
+        return blocked.IMPLEMENTATION.scores(*inputs)
+    inputs = shards.varying_together(context_TKE, vocabulary, labels_T)
+    return _fused_scores(activation, options, False, *inputs)
+
+
+def _entropies(context_TKE, vocabulary, labels_T, activation, options):
+    if _refused(context_TKE, vocabulary.table_VE, activation, options):
+        inputs = (context_TKE, vocabulary, labels_T, activation, options)
+        return blocked.IMPLEMENTATION.entropies(*inputs)
+    inputs = shards.varying_together(context_TKE, vocabulary, labels_T)
+    return _fused_scores(activation, options, True, *inputs)
 
 
 def _loss(mixture, vocabulary, targets, activation, options, elsewhere=None):
@@ -214,7 +233,7 @@ def _entropy(top_JR, sum_JR, moment_JR):
 
 
 ROUTE = exponential.Route(
-    _first_product, _lse, (BLOCK_ROWS, BLOCK_WORDS, BLOCK_WIDTH), 32
+    _first_product, _scores, (BLOCK_ROWS, BLOCK_WORDS, BLOCK_WIDTH), 32
 )
 
 
@@ -240,52 +259,28 @@ def _by_token(array_R, context_TKE):
     return array_R[: tokens * components].reshape(tokens, components)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _fused_lse(activation, options, context_TKE, vocabulary):
-    sums = _tile_sums(activation, options, context_TKE, vocabulary, False)
-    return _by_token(_combined(*sums), context_TKE)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _fused_scores(activation, options, entropies, context_TKE, vocabulary, labels_T):
+    sums = _tile_sums(activation, options, context_TKE, vocabulary, entropies)
+    lse_TK = _by_token(_combined(*sums[:2]), context_TKE)
+    words = (context_TKE, vocabulary, labels_T, activation, options)
+    found = likelihood.with_own(lse_TK, *words)
+    if not entropies:
+        return found
+    return found._replace(entropy_TK=_by_token(_entropy(*sums), context_TKE))
 
 
-def _lse_forward(activation, options, context_TKE, vocabulary):
-    lse_TK = _fused_lse(activation, options, context_TKE, vocabulary)
-    return lse_TK, (context_TKE, vocabulary, lse_TK)
+def _scores_forward(activation, options, entropies, *inputs):
+    found = _fused_scores(activation, options, entropies, *inputs)
+    return found, (*inputs, found)
 
 
-def _lse_backward(activation, options, saved, lse_bar_TK):
-    return exponential.lse_backward(ROUTE, activation, options, saved, lse_bar_TK)
+def _scores_backward(activation, options, entropies, saved, bars):
+    del entropies
+    return *exponential.scores_backward(ROUTE, activation, options, saved, bars), None
 
 
-_fused_lse.defvjp(_lse_forward, _lse_backward)
-
-
-def _entropies(context_TKE, vocabulary, activation, options):
-    if _refused(context_TKE, vocabulary.table_VE, activation, options):
-        plain = blocked.IMPLEMENTATION.entropies
-        return plain(context_TKE, vocabulary, activation, options)
-    inputs = shards.varying_together(context_TKE, vocabulary)
-    return _fused_entropies(activation, options, *inputs)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _fused_entropies(activation, options, context_TKE, vocabulary):
-    sums = _tile_sums(activation, options, context_TKE, vocabulary, True)
-    by_row = (_combined(*sums[:2]), _entropy(*sums))
-    lse_TK, entropy_TK = (_by_token(array_R, context_TKE) for array_R in by_row)
-    return lse_TK, entropy_TK
-
-
-def _entropies_forward(activation, options, context_TKE, vocabulary):
-    found = _fused_entropies(activation, options, context_TKE, vocabulary)
-    return found, (context_TKE, vocabulary, found)
-
-
-def _entropies_backward(activation, options, saved, bars):
-    context_TKE, vocabulary, (lse_TK, entropy_TK) = saved
-    saved, entropy = (context_TKE, vocabulary, lse_TK), (entropy_TK, bars[1])
-    return exponential.lse_backward(ROUTE, activation, options, saved, bars[0], entropy)
-
-
-_fused_entropies.defvjp(_entropies_forward, _entropies_backward)
+_fused_scores.defvjp(_scores_forward, _scores_backward)
 
 
 def _logits_and_lse(context_RE, table_PE, bias_P, options):
@@ -684,5 +679,5 @@ def _logits(sum_RW, unit, bias_smem, part):
 
 
 IMPLEMENTATION = Implementation(
-    _lse, _loss, _loss_and_argmax, _choice, _entropies, _logits_and_lse
+    _lse, _loss, _loss_and_argmax, _choice, _scores, _entropies, _logits_and_lse
 )

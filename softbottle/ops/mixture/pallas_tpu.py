@@ -25,6 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from softbottle.ops.mixture import blocked, likelihood, shards
+from softbottle.ops.mixture.activations import Activation
 from softbottle.ops.mixture.implementation import Choice, Implementation
 from softbottle.ops.mixture.options import note, product_dtype
 
@@ -49,18 +50,23 @@ SPLIT_ROWS = (1024, 1024, 1024)
 
 
 def _lse(context_TKE, vocabulary, activation, options):
+    return _scores(context_TKE, vocabulary, None, activation, options).lse_TK
+
+
+def _scores(context_TKE, vocabulary, labels_T, activation, options):
     # Scalars are handed to the kernel; an index into an array that is looked up for
     # every logit, as PLIF's, does not vectorize.
     if any(jnp.ndim(number) for number in activation.theta):
         name = activation.apply.__name__
         note(f"The TPU kernel has no activation {name!r}: plain XLA computes it.")
-        return blocked.IMPLEMENTATION.lse(context_TKE, vocabulary, activation, options)
+        inputs = (context_TKE, vocabulary, labels_T, activation, options)
+        return blocked.IMPLEMENTATION.scores(*inputs)
     dtype = product_dtype(options, context_TKE, vocabulary.table_VE)
     if dtype not in (jnp.bfloat16, jnp.float32):
         raise ValueError(f"the TPU kernel takes bfloat16 or float32, got {dtype}.")
     theta = jax.tree.map(jnp.asarray, activation.theta)
-    inputs = shards.varying_together(theta, context_TKE, vocabulary)
-    return _fused_lse(activation.apply, options, *inputs)
+    inputs = shards.varying_together(theta, context_TKE, vocabulary, labels_T)
+    return _fused_scores(activation.apply, options, *inputs)
 
 
 def _choice(context_TKE, table_VE, activation, options):
@@ -70,7 +76,7 @@ def _choice(context_TKE, table_VE, activation, options):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _fused_lse(apply, options, theta, context_TKE, vocabulary):
+def _fused_scores(apply, options, theta, context_TKE, vocabulary, labels_T):
     table_VE, bias_V = vocabulary
     dtype = product_dtype(options, context_TKE, table_VE)
     tokens, components, width = context_TKE.shape
@@ -82,15 +88,18 @@ def _fused_lse(apply, options, theta, context_TKE, vocabulary):
         jnp.sum(shards.live_rows(table_VE.shape[0], options), dtype=jnp.int32),
         theta,
     )
-    return lse_1R.reshape(tokens, components)
+    lse_TK = lse_1R.reshape(tokens, components)
+    activation = Activation(apply, params=theta)
+    words = (context_TKE, vocabulary, labels_T, activation, options)
+    return likelihood.with_own(lse_TK, *words)
 
 
-def _lse_forward(apply, options, theta, context_TKE, vocabulary):
-    lse_TK = _fused_lse(apply, options, theta, context_TKE, vocabulary)
-    return lse_TK, (theta, context_TKE, vocabulary, lse_TK)
+def _scores_forward(apply, options, *inputs):
+    found = _fused_scores(apply, options, *inputs)
+    return found, (*inputs, found.lse_TK)
 
 
-_fused_lse.defvjp(_lse_forward, blocked.lse_backward)
+_fused_scores.defvjp(_scores_forward, blocked.scores_backward)
 
 
 def _rows_lse(apply, *inputs):
@@ -233,8 +242,9 @@ def _add_block(score, live, bias_1W, g_CW, top_CL, total_CL):
 
 IMPLEMENTATION = Implementation(
     _lse,
-    functools.partial(likelihood.loss_from, _lse),
+    functools.partial(likelihood.loss_from, _scores),
     lambda *_: None,
     _choice,
+    _scores,
     blocked.IMPLEMENTATION.entropies,
 )

@@ -297,9 +297,9 @@ def of_label(log_p_CV: jax.Array, labels_C: jax.Array, options: Options) -> jax.
     """log P of the labels, [C]; NaN where a label is no word."""
     rows = log_p_CV.shape[1]
     label_C, owned_C = shards.local_labels(labels_C, rows, options)
-    hit_CV = jnp.arange(rows)[None] == label_C[:, None]
+    hit_CV = (jnp.arange(rows)[None] == label_C[:, None]) & owned_C[:, None]
     own_C1 = jnp.sum(jnp.where(hit_CV, log_p_CV, 0.0), axis=1, keepdims=True)
-    return shards.from_owner(own_C1, owned_C, labels_C, rows, options)[:, 0]
+    return shards.from_owner(own_C1, labels_C, rows, options)[:, 0]
 
 
 def of_words(log_p_CV: jax.Array, words_CM: jax.Array, options: Options) -> jax.Array:
@@ -307,12 +307,12 @@ def of_words(log_p_CV: jax.Array, words_CM: jax.Array, options: Options) -> jax.
     rows = log_p_CV.shape[1]
     local_CM, owned_CM = shards.local_labels(words_CM, rows, options)
     log_p_CM = jnp.take_along_axis(log_p_CV, local_CM, axis=1)
+    own_CM = jnp.where(owned_CM, log_p_CM, 0.0)
 
-    def one(log_p_C, owned_C, words_C):
-        own = (log_p_C[:, None], owned_C, words_C, rows, options)
-        return shards.from_owner(*own)[:, 0]
+    def one(own_C, words_C):
+        return shards.from_owner(own_C[:, None], words_C, rows, options)[:, 0]
 
-    return jax.vmap(one, in_axes=1, out_axes=1)(log_p_CM, owned_CM, words_CM)
+    return jax.vmap(one, in_axes=1, out_axes=1)(own_CM, words_CM)
 
 
 def mean(log_p_CV: jax.Array, options: Options) -> jax.Array:

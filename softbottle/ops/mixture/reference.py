@@ -17,7 +17,7 @@ from softbottle.ops.mixture.activations import DEAD
 from softbottle.ops.mixture.implementation import Choice, Implementation
 
 
-def _scores(context_TKE, vocabulary, activation, options):
+def _of_words(context_TKE, vocabulary, activation, options):
     z_TKV = likelihood.logits(context_TKE, vocabulary, options)
     g_TKV = activation.apply(activation.theta, z_TKV)
     live_V = shards.live_rows(len(vocabulary.table_VE), options)
@@ -26,14 +26,21 @@ def _scores(context_TKE, vocabulary, activation, options):
 
 def _lse(context_TKE, vocabulary, activation, options):
     inputs = (context_TKE, vocabulary, activation, options)
-    return jax.nn.logsumexp(_scores(*inputs), axis=-1)
+    return jax.nn.logsumexp(_of_words(*inputs), axis=-1)
 
 
-def _entropies(context_TKE, vocabulary, activation, options):
-    g_TKV = _scores(context_TKE, vocabulary, activation, options)
-    lse_TK = jax.nn.logsumexp(g_TKV, axis=-1)
-    log_p_TKV = jnp.maximum(g_TKV - lse_TK[:, :, None], DEAD)
-    return lse_TK, -jnp.sum(jnp.exp(log_p_TKV) * log_p_TKV, axis=-1)
+def _scores(context_TKE, vocabulary, labels_T, activation, options):
+    lse_TK = _lse(context_TKE, vocabulary, activation, options)
+    inputs = (context_TKE, vocabulary, labels_T, activation, options)
+    return likelihood.with_own(lse_TK, *inputs)
+
+
+def _entropies(context_TKE, vocabulary, labels_T, activation, options):
+    found = _scores(context_TKE, vocabulary, labels_T, activation, options)
+    g_TKV = _of_words(context_TKE, vocabulary, activation, options)
+    log_p_TKV = jnp.maximum(g_TKV - found.lse_TK[:, :, None], DEAD)
+    entropy_TK = -jnp.sum(jnp.exp(log_p_TKV) * log_p_TKV, axis=-1)
+    return found._replace(entropy_TK=entropy_TK)
 
 
 def _choice(context_TKE, table_VE, activation, options):
@@ -43,8 +50,9 @@ def _choice(context_TKE, table_VE, activation, options):
 
 IMPLEMENTATION = Implementation(
     _lse,
-    functools.partial(likelihood.loss_from, _lse),
+    functools.partial(likelihood.loss_from, _scores),
     lambda *_: None,
     _choice,
+    _scores,
     _entropies,
 )

@@ -75,14 +75,12 @@ def joint_entropy(
 
 
 def from_owner(
-    array_TK: jax.Array,
-    owned_T: jax.Array,
-    labels_T: jax.Array,
-    rows: int,
-    options: Options,
+    array_TK: jax.Array, labels_T: jax.Array, rows: int, options: Options
 ) -> jax.Array:
-    """What the shard that has the label's row says; NaN where the label is no word."""
-    array_TK = jnp.where(owned_T[:, None], array_TK, 0.0)
+    """What the shard that has the label's row says; NaN where the label is no word.
+
+    The others say 0.
+    """
     if options.vocab_axis is not None:
         array_TK = jax.lax.psum(array_TK, options.vocab_axis)
     word_T = (labels_T >= 0) & (labels_T < word_count(rows, options))

@@ -1,4 +1,4 @@
-"""Normalizers and entropies of each component, and their gradients in one pass."""
+"""The label's score, normalizer and entropy of each component, and one gradient."""
 
 import functools
 
@@ -23,9 +23,13 @@ def make_point(scale=1.0):
     """Contexts, table and bias, one word of which is impossible, and cotangents."""
     problem = make_problem(tokens=13, components=2, width=8, vocab=VOCAB)
     problem.bias_V[5] = -1e5
-    bars = np.random.default_rng(2).normal(size=(2, 13, 2))
+    bars = np.random.default_rng(2).normal(size=(3, 13, 2))
     bars[:, 3, 1] = 0  # asks for nothing
     return scale * problem.context_TKE, problem.table_VE, problem.bias_V, bars
+
+
+def labels_of(tokens, words):
+    return np.random.default_rng(3).integers(words, size=tokens)
 
 
 def dense(context_TKE, table_VE, bias_V, bars, slope):
@@ -38,11 +42,15 @@ def dense(context_TKE, table_VE, bias_V, bars, slope):
     log_p_TKV = g_TKV - top_TK1 - np.log(total_TK1)
     p_TKV = np.exp(log_p_TKV)
     entropy_TK = -(p_TKV * log_p_TKV).sum(axis=2)
-    lse_bar_TK1, entropy_bar_TK1 = bars[:, :, :, None]
+    own_bar_TK1, lse_bar_TK1, entropy_bar_TK1 = bars[:, :, :, None]
     away_TKV = log_p_TKV + entropy_TK[:, :, None]
-    z_bar_TKV = p_TKV * (lse_bar_TK1 - entropy_bar_TK1 * away_TKV) * g_slope_TKV
+    labels_T = labels_of(len(z_TKV), len(table_VE))
+    hit_T1V = np.eye(len(table_VE))[labels_T][:, None]
+    z_bar_TKV = p_TKV * (lse_bar_TK1 - entropy_bar_TK1 * away_TKV)
+    z_bar_TKV = (z_bar_TKV + own_bar_TK1 * hit_T1V) * g_slope_TKV
     lse_TK = (top_TK1 + np.log(total_TK1))[:, :, 0]
-    return (lse_TK, entropy_TK), (
+    own_TK = (hit_T1V * g_TKV).sum(axis=2)
+    return (own_TK, lse_TK, entropy_TK), (
         z_bar_TKV @ table_VE,
         np.einsum("tkv,tke->ve", z_bar_TKV, context_TKE),
         z_bar_TKV.sum(axis=(0, 1)),
@@ -52,7 +60,10 @@ def dense(context_TKE, table_VE, bias_V, bars, slope):
 def run(options, activation, context_TKE, table_VE, bias_V, bars):
     def scalar(context_TKE, table_VE, bias_V):
         words = Vocabulary(table_VE, bias_V)
-        found = api.entropies(context_TKE, words, activation, options)
+        labels_T = labels_of(len(context_TKE), len(table_VE))
+        found = api.scores_and_entropies(
+            context_TKE, words, jnp.asarray(labels_T), activation, options
+        )
         return sum(
             jnp.sum(bar * each) for bar, each in zip(bars, found, strict=True)
         ), (found)
@@ -79,9 +90,9 @@ def test_large_logits_lose_nothing():
     inputs = oracle.cast(point, jnp.float32)
     options = Options(implementation="blocked")
     ours = jax.jit(functools.partial(run, options, SOFTMAX))(*inputs)
-    (_, entropy_TK), bars = ours
+    (*_, entropy_TK), bars = ours
     rounded = [np.asarray(array, np.float64) for array in inputs]
-    (_, exact_TK), exact_bars = dense(*rounded, slope=1)
+    (*_, exact_TK), exact_bars = dense(*rounded, slope=1)
     np.testing.assert_allclose(entropy_TK, exact_TK, atol=3e-3)
     for bar, exact in zip(bars, exact_bars, strict=True):
         assert np.all(np.isfinite(bar))
@@ -94,7 +105,8 @@ def test_a_split_vocabulary_gives_the_same(float64):
 
     def scalar(context_TKE, table_VE, bias_V, bars):
         words = Vocabulary(table_VE, bias_V)
-        found = api.entropies(context_TKE, words, SOFTMAX, options)
+        labels_T = jnp.asarray(labels_of(len(context_TKE), VOCAB))
+        found = api.scores_and_entropies(context_TKE, words, labels_T, SOFTMAX, options)
         pairs = zip(bars, found, strict=True)
         return sum(jnp.sum(bar * each) for bar, each in pairs), found
 
@@ -140,7 +152,7 @@ def test_the_hopper_kernel_in_the_interpreter(words, mixed_dtypes):
 @pytest.mark.gpu
 def test_the_hopper_kernel_on_a_gpu(mixed_dtypes):
     random = np.random.default_rng(0)
-    shapes = ((301, 1, 200), (5003, 200), (5003,), (2, 301, 1))
+    shapes = ((301, 1, 200), (5003, 200), (5003,), (3, 301, 1))
     point = [random.normal(size=shape) for shape in shapes]
     point[1] *= 0.2
     *inputs, bars = oracle.cast(point, jnp.bfloat16)

@@ -17,7 +17,7 @@ from softbottle.ops.mixture.activations import (
     Activation,
     generalized,
 )
-from softbottle.ops.mixture.arrays import Vocabulary
+from softbottle.ops.mixture.arrays import Scores, Vocabulary
 from softbottle.ops.mixture.options import Options
 from tests import oracle
 from tests.ops import devices
@@ -143,8 +143,9 @@ def test_any_cotangent_of_the_normalizers(name, float64):
     def run(context_TKE, vocabulary, bar_TK):
         lse_TK, pull = jax.vjp(dense, context_TKE, vocabulary)
         unread = (context_TKE.at[3].set(jnp.nan), lse_TK.at[3].set(jnp.nan))
-        saved = (unread[0], vocabulary, unread[1])
-        ours = exponential.lse_backward(PADDED, activation, options, saved, bar_TK)
+        saved = (unread[0], vocabulary, None, Scores(None, unread[1]))
+        bars = Scores(None, bar_TK)
+        ours = exponential.scores_backward(PADDED, activation, options, saved, bars)
         return ours, pull(bar_TK)
 
     ours, wanted = run(problem.context_TKE, vocabulary, bar_TK)

@@ -120,7 +120,7 @@ def test_what_is_kept_of_a_mixture_is_what_the_definitions_keep(budget, monkeypa
 
 def test_one_component_needs_no_normalizer(monkeypatch):
     replace_noise(monkeypatch, least_probable)
-    monkeypatch.setattr(ops.mixture.api, "_lse", None)
+    monkeypatch.setattr(ops.mixture.api, "lse", None)
     log_prior_TK, context_TKE, *vocabulary = MIXTURE
     one = (log_prior_TK[:, :1], context_TKE[:, :1], *vocabulary)
     found = all_choices(one, BUDGETS[-1], SIGSOFTMAX)
