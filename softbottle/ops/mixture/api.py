@@ -280,8 +280,9 @@ def sample(
     if sampling.is_exact:
         prior_key, key = jax.random.split(key)
         mixture = one_component(mixture, prior_key)
-        given = (mixture, vocabulary, None, activation, options)
-        fold = decode.blocks(*given, first=first, beside=2)
+        fold = decode.blocks(
+            *(mixture, vocabulary, None, activation, options), first=first, beside=2
+        )
         return race(fold, tokens, key, options)
     sampling.check_words(shards.word_count(len(vocabulary.table_VE), options))
     lse_TK = None

@@ -1,6 +1,6 @@
 """The arrays that travel together through the operations."""
 
-from typing import NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -79,9 +79,9 @@ class Scores(NamedTuple):
         entropy_TK: the entropy over the local rows; None unless it is asked for.
     """
 
-    own_TK: jax.Array | None
+    own_TK: Any
     lse_TK: jax.Array
-    entropy_TK: jax.Array | None = None
+    entropy_TK: Any = None
 
 
 def without_padding(weights: jax.Array, tree: Tree) -> Tree:

@@ -103,7 +103,7 @@ def add_labels(
     flat = [array.reshape(count * words, *array.shape[2:]) for array in given]
     added = rows.add(flat, row_C, owned_C, updates, dtype)
     shaped = [new.reshape(old.shape) for new, old in zip(added, given, strict=True)]
-    return Sums(*shaped) if len(shaped) == 2 else Sums(*shaped, None)
+    return Sums(shaped[0], None if sums.bias_NP is None else shaped[1])
 
 
 def gradient(sums: Sums, vocabulary: Vocabulary) -> Vocabulary:
