@@ -41,6 +41,12 @@ class Device:
             count,
         )
 
+    @property
+    def has_tf32(self) -> bool:
+        """Whether its float32 products are TF32's by default: GPUs since Ampere."""
+        major = (self.capability or "").partition(".")[0]
+        return major.isdigit() and int(major) >= 8
+
 
 def at_hand() -> Device:
     """Jax's first device, and how many it has."""

@@ -34,7 +34,6 @@ from softbottle.ops.mixture.implementation import Choice, Implementation, Shaped
 from softbottle.ops.mixture.options import (
     Options,
     chunk_count,
-    product_dtype,
     sum_dtype,
 )
 
@@ -88,7 +87,6 @@ def _first_product(
     context_NRQ, table_NPQ, bias_NP, near_R, tilt_2R, activation, options, peaks
 ):
     """E, its row sums before rounding, the rows' maxima, and where these are."""
-    del options
     z_NRP = products.product(context_NRQ, table_NPQ, (2, 2), near_R.dtype)
     g_NRP, slope_NRP = likelihood.with_slope(activation, z_NRP + bias_NP[:, None])
     ref_NR = _finite(jnp.max(g_NRP, axis=2))
@@ -99,7 +97,7 @@ def _first_product(
         # A word of bias -inf has no probability: 0 times what is finite.
         ahead_NRP = jnp.maximum(g_NRP - near_R[None, :, None], DEAD)
         e_NRP *= level_R1[None] + tilt_R1[None] * ahead_NRP
-    e_NRP = products.cast(e_NRP, context_NRQ.dtype)
+    e_NRP = products.seen(e_NRP, context_NRQ.dtype, options)
     peak = None
     if peaks:
         peak = exponential.Peak(ref_NR, jnp.argmax(g_NRP, axis=2).astype(jnp.int32))
@@ -108,7 +106,7 @@ def _first_product(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _fused_scores(apply, options, theta, context_TKE, vocabulary, labels_T):
-    cast = _cast(options, context_TKE, vocabulary)
+    cast = likelihood.as_read(vocabulary, context_TKE, options)
     activation = Activation(apply, params=theta)
 
     def chunk(_, context_CKE):
@@ -131,7 +129,7 @@ def scores_backward(
 ) -> tuple[Any, jax.Array, Vocabulary, None]:
     """The gradients of theta, context and vocabulary, from what a forward saved."""
     theta, context_TKE, vocabulary, labels_T, lse_TK = saved
-    cast = _cast(options, context_TKE, vocabulary)
+    cast = likelihood.as_read(vocabulary, context_TKE, options)
 
     def chunk(sums, tokens):
         context_CKE, labels_C, lse_CK, bars = tokens
@@ -164,7 +162,7 @@ def _entropies(context_TKE, vocabulary, labels_T, activation, options):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _fused_entropies(activation, options, context_TKE, vocabulary, labels_T):
-    cast = _cast(options, context_TKE, vocabulary)
+    cast = likelihood.as_read(vocabulary, context_TKE, options)
 
     def chunk(_, context_CKE):
         z_CKV = likelihood.logits(context_CKE, cast, options)
@@ -198,7 +196,7 @@ def _learned_loss(apply, options, theta, mixture, vocabulary, targets):
 
 
 def _learned_forward(apply, options, theta, mixture, vocabulary, targets):
-    cast = _cast(options, mixture.context_TKE, vocabulary)
+    cast = likelihood.as_read(vocabulary, mixture.context_TKE, options)
     activation = Activation(apply, params=theta)
 
     def chunk(sums, tokens):
@@ -292,12 +290,6 @@ def _like(inputs, bars):
     return jax.tree.map(
         lambda array, bar: bar.astype(jnp.result_type(array)), inputs, bars
     )
-
-
-def _cast(options, context_TKE, vocabulary):
-    """The vocabulary with the table in the products' dtype."""
-    dtype = product_dtype(options, context_TKE, vocabulary.table_VE)
-    return Vocabulary(vocabulary.table_VE.astype(dtype), vocabulary.bias_V)
 
 
 def _masked_lse(g_CKV, options):

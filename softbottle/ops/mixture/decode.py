@@ -259,15 +259,16 @@ def _scores(context_CKE, words, activation, options):
 
 def _logits(context_CKE, words, options):
     count = classes.count(context_CKE)
+    read = likelihood.as_read(words.local, context_CKE, options)
     if count == 1:
         return likelihood.logits(
             context_CKE.reshape(len(context_CKE), *context_CKE.shape[-2:]),
-            words.local,
+            read,
             options,
         )
     # Beginning with the class of the block's first word, so that they come in order.
     context_CNKE = jnp.roll(context_CKE, -(words.start % count), axis=1)
-    by_class = classes.of(context_CNKE, words.local, options)
+    by_class = classes.of(context_CNKE, read, options)
     each = [jnp.moveaxis(likelihood.logits(*one), 2, 0) for one in by_class]
     return jnp.moveaxis(classes.joined(each), 0, 2)
 

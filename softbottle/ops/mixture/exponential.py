@@ -76,7 +76,7 @@ from softbottle.ops.mixture.options import (
     product_dtype,
     sum_dtype,
 )
-from softbottle.ops.mixture.products import cast, pad_width, product, round_up
+from softbottle.ops.mixture.products import pad_width, product, round_up, seen
 
 
 class Peak(NamedTuple):
@@ -165,7 +165,8 @@ def _loss_forward(
     vocabulary = jax.tree.map(jnp.asarray, vocabulary)
     context_TKE, table_VE = mixture.context_TKE, vocabulary.table_VE
     padded = _pad(route, context_TKE, vocabulary, options)
-    whole = Vocabulary(cast(table_VE, padded.table_NPQ.dtype), vocabulary.bias_V)
+    dtype = padded.table_NPQ.dtype
+    whole = Vocabulary(seen(table_VE, dtype, options), vocabulary.bias_V)
 
     def chunk(sums, tokens):
         how = (route, activation, options, argmax)
@@ -216,9 +217,8 @@ def scores_backward(
     """
     context_TKE, vocabulary, labels_T, found = saved
     padded = _pad(route, context_TKE, vocabulary, options)
-    whole = Vocabulary(
-        cast(vocabulary.table_VE, padded.table_NPQ.dtype), vocabulary.bias_V
-    )
+    table_VE, dtype = vocabulary.table_VE, padded.table_NPQ.dtype
+    whole = Vocabulary(seen(table_VE, dtype, options), vocabulary.bias_V)
 
     def chunk(sums, tokens):
         return _pulled(route, activation, options, whole, padded, sums, *tokens)
@@ -257,7 +257,7 @@ def _pulled(
         tilt_2CK = jnp.where(asked_CK[None], tilt_2CK, 0.0)
         bar_CK = jnp.ones_like(level_CK)
     context_CKE = jnp.where(asked_CK[:, :, None], context_CKE, 0)
-    cast_CKE = cast(context_CKE, whole.table_VE.dtype)
+    cast_CKE = seen(context_CKE, whole.table_VE.dtype, options)
     cast_NCKE = cast_CKE[None]
     e_NRP, _, ref_NCK, _ = _exponentials(
         route, activation, options, padded, cast_NCKE, lse_CK, tilt_2CK
@@ -266,7 +266,7 @@ def _pulled(
     scale_NCK = jnp.where(asked_CK[None], bar_CK[None] * factor_NCK, 0.0)
     product_NCKE = _second_product(e_NRP, padded, cast_NCKE, scale_NCK.dtype)
     context_bar_CKE = (scale_NCK[..., None] * product_NCKE)[0]
-    sums = table_sums.add_products(sums, e_NRP, cast_NCKE, scale_NCK)
+    sums = table_sums.add_products(sums, e_NRP, cast_NCKE, scale_NCK, options)
     if labels_C is None:
         return sums, context_bar_CKE
 
@@ -284,7 +284,8 @@ def _pulled(
     label_row_CE = whole.table_VE[label_C].astype(lse_CK.dtype)
     context_bar_CKE += of_label_CK[..., None] * label_row_CE[:, None]
     factors = (scale_NCK[0], stored_CK, delta_CK)
-    sums = table_sums.add_labels(sums, cast_CKE, factors, label_C, owned_C)
+    labels = (label_C, owned_C)
+    sums = table_sums.add_labels(sums, cast_CKE, factors, *labels, options)
     return sums, context_bar_CKE
 
 
@@ -300,7 +301,8 @@ def _pad(route, context_TKE, vocabulary, options):
     table_VE, bias_V = vocabulary
     rows, count = len(table_VE), classes.count(context_TKE)
     words = round_up(-(-rows // count), route.multiples[1])
-    cast_VE = cast(table_VE, product_dtype(options, context_TKE, table_VE))
+    dtype = product_dtype(options, context_TKE, table_VE)
+    cast_VE = seen(table_VE, dtype, options)
     live_V = shards.live_rows(rows, options)
     bias_V = bias_V.astype(sum_dtype(context_TKE, table_VE))
     table_NPE = classes.split(cast_VE, count, words)
@@ -318,7 +320,7 @@ def _chunk(
     """Add a chunk's part of the table's gradient; return the rest of its results."""
     log_prior_CK, context_CKE = mixture
     labels_C, weights_C, z_weights_C, score_weights_C = targets
-    cast_CKE = cast(context_CKE, whole.table_VE.dtype)
+    cast_CKE = seen(context_CKE, whole.table_VE.dtype, options)
     own_CKE = classes.of_label(cast_CKE, labels_C)
     both = likelihood.own_score_and_slope(own_CKE, whole, labels_C, activation, options)
     score_CK, slope_CK = (
@@ -361,9 +363,10 @@ def _chunk(
     context_bar_NCKE = scale_NCK[..., None] * product_NCKE
     context_bar_NCKE += of_label_NCK[..., None] * label_row_CE[None, :, None]
     context_bar_CKE = jnp.moveaxis(context_bar_NCKE, 0, 1).reshape(context_CKE.shape)
-    sums = table_sums.add_products(sums, e_NRP, cast_NCKE, scale_NCK)
+    sums = table_sums.add_products(sums, e_NRP, cast_NCKE, scale_NCK, options)
     factors = (scale_CK, stored_CK, delta_CK)
-    sums = table_sums.add_labels(sums, own_CKE, factors, label_C, owned_C)
+    labels = (label_C, owned_C)
+    sums = table_sums.add_labels(sums, own_CKE, factors, *labels, options)
     score_bar_CK = -weight_CK
     if score_weights_C is not None:
         score_bar_CK += score_weights_C[:, None]

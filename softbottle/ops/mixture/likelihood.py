@@ -17,22 +17,37 @@ from softbottle.ops.mixture.arrays import (
     Vocabulary,
 )
 from softbottle.ops.mixture.options import Options, product_dtype, sum_dtype
-from softbottle.ops.mixture.products import cast, round_up
+from softbottle.ops.mixture.products import round_up, seen
 
 
 def logits(
     context_CKE: jax.Array, vocabulary: Vocabulary, options: Options
 ) -> jax.Array:
-    """z = context . table + bias, accumulated in float32 or better: [C, K, V]."""
+    """z = context . table + bias, accumulated in float32 or better: [C, K, V].
+
+    Args:
+        context_CKE: contexts.
+        vocabulary: what `as_read` gives.
+        options: of the products.
+    """
     table_VE, bias_V = vocabulary
     dtype = product_dtype(options, context_CKE, table_VE)
     z_CKV = jnp.einsum(
         "cke,ve->ckv",
-        context_CKE.astype(dtype),
+        seen(context_CKE, dtype, options),
         table_VE.astype(dtype),
         preferred_element_type=sum_dtype(context_CKE, table_VE),
     )
     return z_CKV + bias_V.astype(z_CKV.dtype)[None, None]
+
+
+def as_read(
+    vocabulary: Vocabulary, context_TKE: jax.Array, options: Options
+) -> Vocabulary:
+    """The vocabulary with the table as products with these contexts read it."""
+    table_VE, bias_V = vocabulary
+    dtype = product_dtype(options, context_TKE, table_VE)
+    return Vocabulary(seen(table_VE, dtype, options), bias_V)
 
 
 def word_ids(**named_ids: jax.Array) -> jax.Array:
@@ -128,12 +143,13 @@ def mean_logit(
     wide = sum_dtype(context_TKE, table_VE)
     rows, count = len(table_VE), classes.count(context_TKE)
     live_V = shards.live_rows(rows, options)
-    wide_VE = cast(table_VE, dtype).astype(wide)
+    wide_VE = seen(table_VE, dtype, options).astype(wide)
     kept_VE = jnp.where(live_V[:, None], wide_VE, 0.0)
     row_NE = jnp.sum(classes.split(kept_VE, count, -(-rows // count)), axis=1)
     bias = jnp.sum(jnp.where(live_V, bias_V.astype(wide), 0.0))
     context_TNKE = context_TKE.reshape(len(context_TKE), count, *context_TKE.shape[-2:])
-    z_TK = jnp.einsum("tnke,ne->tk", cast(context_TNKE, dtype).astype(wide), row_NE)
+    context_TNKE = seen(context_TNKE, dtype, options).astype(wide)
+    z_TK = jnp.einsum("tnke,ne->tk", context_TNKE, row_NE)
     z_TK = z_TK + bias
     if options.vocab_axis is not None:
         z_TK = jax.lax.psum(z_TK, options.vocab_axis)
@@ -322,6 +338,7 @@ def _target_logit(context_TKE, vocabulary, labels_T, options):
     label_T, owned_T = shards.local_labels(labels_T, len(table_VE), options)
     dtype = product_dtype(options, context_TKE, table_VE)
     wide = sum_dtype(context_TKE, table_VE)
-    row_TE, bias_T = rows.take(vocabulary, label_T, dtype, wide)
-    z_TK = jnp.einsum("tke,te->tk", cast(context_TKE, dtype).astype(wide), row_TE)
+    row_TE, bias_T = rows.take(vocabulary, label_T, dtype, wide, options)
+    context_TKE = seen(context_TKE, dtype, options).astype(wide)
+    z_TK = jnp.einsum("tke,te->tk", context_TKE, row_TE)
     return z_TK + bias_T[:, None], owned_T

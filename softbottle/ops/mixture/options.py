@@ -99,6 +99,19 @@ class Options:
         return self.device.platform == "gpu"
 
     @property
+    def float32_bits(self) -> int | None:
+        """How many bits of a float32 mantissa a product reads; None for all of them.
+
+        Unless `jax.default_matmul_precision` says otherwise, GPUs since Ampere read
+        those of TF32, and TPUs those of bfloat16.
+        """
+        precision = jax.config.values["jax_default_matmul_precision"]
+        if precision not in (None, "default", "fastest"):
+            return None
+        device = self.device or device_lib.at_hand()
+        return 7 if device.platform == "tpu" else 10 if device.has_tf32 else None
+
+    @property
     def block_bytes(self) -> int:
         """What one block of logits may take on the device."""
         if self.budget_bytes is not None:

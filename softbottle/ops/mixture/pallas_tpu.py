@@ -28,6 +28,7 @@ from softbottle.ops.mixture import blocked, likelihood, shards
 from softbottle.ops.mixture.activations import Activation
 from softbottle.ops.mixture.implementation import Choice, Implementation
 from softbottle.ops.mixture.options import note, product_dtype
+from softbottle.ops.mixture.products import seen
 
 LANES = 128
 LOWEST = float(jnp.finfo(jnp.float32).min)
@@ -82,8 +83,8 @@ def _fused_scores(apply, options, theta, context_TKE, vocabulary, labels_T):
     tokens, components, width = context_TKE.shape
     lse_1R = _rows_lse(
         apply,
-        context_TKE.reshape(tokens * components, width).astype(dtype),
-        table_VE.astype(dtype),
+        seen(context_TKE.reshape(tokens * components, width), dtype, options),
+        seen(table_VE, dtype, options),
         bias_V.astype(jnp.float32)[None],
         jnp.sum(shards.live_rows(table_VE.shape[0], options), dtype=jnp.int32),
         theta,

@@ -5,6 +5,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from softbottle.ops.mixture.options import Options
+
 
 def product(
     left: jax.Array, right: jax.Array, contract: tuple[int, int], dtype: jnp.dtype
@@ -28,21 +30,31 @@ def cast(array: jax.Array, dtype: jnp.dtype) -> jax.Array:
     `astype` does not say that: where its result is cast back, XLA for GPUs leaves out
     both casts, and what was to be as a product sees it is not.
     """
-    if jnp.finfo(dtype).nmant < jnp.finfo(array.dtype).nmant:
-        array = _rounded(dtype, array)
+    kept = jnp.finfo(dtype)
+    if kept.nmant < jnp.finfo(array.dtype).nmant:
+        array = _rounded(kept.nexp, kept.nmant, array)
     return array.astype(dtype)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _rounded(dtype, array):
-    kept = jnp.finfo(dtype)
-    return jax.lax.reduce_precision(array, kept.nexp, kept.nmant)
+def seen(array: jax.Array, dtype: jnp.dtype, options: Options) -> jax.Array:
+    """The array as a product in that dtype reads it.
+
+    So does what is to agree with the product, to the last bit, or to cancel with it.
+    """
+    array = cast(array, dtype)
+    bits = options.float32_bits if dtype == jnp.float32 else None
+    return array if bits is None else _rounded(jnp.finfo(dtype).nexp, bits, array)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _rounded(exponent, mantissa, array):
+    return jax.lax.reduce_precision(array, exponent, mantissa)
 
 
 @_rounded.defjvp
-def _rounded_jvp(dtype, primals, tangents):
+def _rounded_jvp(exponent, mantissa, primals, tangents):
     """That of a cast, whose derivatives need no rounding."""
-    return _rounded(dtype, *primals), *tangents
+    return _rounded(exponent, mantissa, *primals), *tangents
 
 
 def round_up(size: int, multiple: int) -> int:

@@ -18,7 +18,8 @@ from softbottle.ops.mixture.implementation import Choice, Implementation
 
 
 def _of_words(context_TKE, vocabulary, activation, options):
-    z_TKV = likelihood.logits(context_TKE, vocabulary, options)
+    read = likelihood.as_read(vocabulary, context_TKE, options)
+    z_TKV = likelihood.logits(context_TKE, read, options)
     g_TKV = activation.apply(activation.theta, z_TKV)
     live_V = shards.live_rows(len(vocabulary.table_VE), options)
     return jnp.where(live_V[None, None], g_TKV, -jnp.inf)

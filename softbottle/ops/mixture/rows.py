@@ -16,38 +16,46 @@ import jax.numpy as jnp
 
 from softbottle.ops.mixture import shards
 from softbottle.ops.mixture.arrays import Vocabulary
-from softbottle.ops.mixture.products import cast
+from softbottle.ops.mixture.options import Options
+from softbottle.ops.mixture.products import cast, seen
 
 SCATTER_TOKENS = 1024
 
 
 def take(
-    vocabulary: Vocabulary, rows_T: jax.Array, dtype: jnp.dtype, wide: jnp.dtype
+    vocabulary: Vocabulary,
+    rows_T: jax.Array,
+    dtype: jnp.dtype,
+    wide: jnp.dtype,
+    options: Options,
 ) -> tuple[jax.Array, jax.Array]:
     """The rows' entries of table and bias, [T, E] and [T].
 
     Args:
         vocabulary: table and bias.
         rows_T: which of their rows.
-        dtype: what the table's entries are rounded to.
+        dtype: of the products whose view of the table's entries is given.
         wide: of the result, and of the sums in its gradient.
+        options: of the products.
     """
     vocabulary, rows_T = shards.varying_together(vocabulary, rows_T)
-    return _take(dtype, wide, vocabulary, rows_T)
+    return _take(dtype, wide, options, vocabulary, rows_T)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _take(dtype, wide, vocabulary, rows_T):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _take(dtype, wide, options, vocabulary, rows_T):
     # A constant of a jitted function comes as NumPy's, which no tracer indexes.
     table_VE, bias_V = map(jnp.asarray, vocabulary)
-    return cast(table_VE[rows_T], dtype).astype(wide), bias_V[rows_T].astype(wide)
+    row_TE = seen(table_VE[rows_T], dtype, options)
+    return row_TE.astype(wide), bias_V[rows_T].astype(wide)
 
 
-def _take_forward(dtype, wide, vocabulary, rows_T):
-    return _take(dtype, wide, vocabulary, rows_T), (vocabulary, rows_T)
+def _take_forward(dtype, wide, options, vocabulary, rows_T):
+    return _take(dtype, wide, options, vocabulary, rows_T), (vocabulary, rows_T)
 
 
-def _take_backward(dtype, wide, saved, bars):
+def _take_backward(dtype, wide, options, saved, bars):
+    del options
     vocabulary, rows_T = saved
     nothing = [jnp.zeros_like(array, wide) for array in vocabulary]
     everywhere_T = rows_T >= 0

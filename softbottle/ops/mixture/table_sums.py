@@ -13,8 +13,8 @@ import jax.numpy as jnp
 
 from softbottle.ops.mixture import classes, rows, shards
 from softbottle.ops.mixture.arrays import Vocabulary
-from softbottle.ops.mixture.options import sum_dtype
-from softbottle.ops.mixture.products import cast, pad_width, product, round_up
+from softbottle.ops.mixture.options import Options, sum_dtype
+from softbottle.ops.mixture.products import pad_width, product, round_up, seen
 
 
 class Sums(NamedTuple):
@@ -53,7 +53,11 @@ def zeros(
 
 
 def add_products(
-    sums: Sums, e_NRP: jax.Array, cast_NCKE: jax.Array, scale_NCK: jax.Array
+    sums: Sums,
+    e_NRP: jax.Array,
+    cast_NCKE: jax.Array,
+    scale_NCK: jax.Array,
+    options: Options,
 ) -> Sums:
     """The sums with E' @ scaled contexts."""
     wide, width = sums.table_NPM.dtype, cast_NCKE.shape[3]
@@ -64,7 +68,8 @@ def add_products(
     scaled_NCKM = scale_NCK[..., None] * context_NCKM.astype(wide)
     flat_NRM = scaled_NCKM.reshape(len(e_NRP), -1, scaled_NCKM.shape[3])
     more = e_NRP.shape[1] - flat_NRM.shape[1]
-    scaled_NRM = jnp.pad(flat_NRM, ((0, 0), (0, more), (0, 0))).astype(e_NRP.dtype)
+    scaled_NRM = jnp.pad(flat_NRM, ((0, 0), (0, more), (0, 0)))
+    scaled_NRM = seen(scaled_NRM, e_NRP.dtype, options)
     if sums.bias_NP is None:
         return Sums(sums.table_NPM + product(e_NRP, scaled_NRM, (1, 1), wide), None)
     bias_NP1 = product(e_NRP, scaled_NRM[:, :, width:], (1, 1), wide)
@@ -80,13 +85,14 @@ def add_labels(
     factors: tuple[jax.Array, jax.Array, jax.Array],
     label_C: jax.Array,
     owned_C: jax.Array,
+    options: Options,
 ) -> Sums:
     """The labels' part of the third product put right."""
     wide, dtype = sums.table_NPM.dtype, own_CKE.dtype
     scale_CK1, stored_CK1, delta_CK1 = (factor[:, :, None] for factor in factors)
 
     def update(context_CKX):
-        seen_CKX = cast(scale_CK1 * context_CKX, dtype).astype(wide)
+        seen_CKX = seen(scale_CK1 * context_CKX, dtype, options).astype(wide)
         return jnp.sum(delta_CK1 * context_CKX - stored_CK1 * seen_CKX, axis=1)
 
     update_CE = update(own_CKE.astype(wide))

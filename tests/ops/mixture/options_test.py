@@ -2,6 +2,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from softbottle.ops.device import Device
 from softbottle.ops.mixture.options import (
     Options,
     chunk_count,
@@ -47,6 +48,23 @@ def test_the_options_are_those_of_a_device_that_is_passed_in():
 def test_what_depends_on_a_device_is_refused_before_one_is_chosen():
     with pytest.raises(ValueError, match="resolve"):
         _ = Options().block_bytes
+
+
+@pytest.mark.parametrize(
+    ("device", "bits"),
+    [
+        (devices.CPU, None),
+        (devices.H200, 10),
+        (Device("gpu", "NVIDIA T4", "7.5"), None),
+        (Device("gpu", "AMD Instinct MI300X", "gfx942"), None),
+        (devices.TPU, 7),
+    ],
+)
+def test_float32_products_read_as_many_bits_as_the_device_has(device, bits):
+    options = Options(device=device)
+    assert options.float32_bits == bits
+    with jax.default_matmul_precision("highest"):
+        assert options.float32_bits is None
 
 
 def test_options_are_hashable_and_equal_by_value():

@@ -7,6 +7,9 @@ import pytest
 
 from softbottle.ops.mixture import rows
 from softbottle.ops.mixture.arrays import Vocabulary
+from softbottle.ops.mixture.options import Options
+
+OPTIONS = Options().resolve()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -28,7 +31,7 @@ def test_the_gradient_of_many_equal_labels_is_their_sum(dtype, monkeypatch):
     @jax.jit
     def gradient(vocabulary, rows_T, bars):
         taken, pull = jax.vjp(
-            lambda words: rows.take(words, rows_T, narrow, wide), vocabulary
+            lambda words: rows.take(words, rows_T, narrow, wide, OPTIONS), vocabulary
         )
         return taken, pull(bars)[0]
 

@@ -13,17 +13,24 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from softbottle.ops.mixture import api, pallas_gpu
+from softbottle.ops.mixture import (
+    api,
+    exponential,
+    pallas_gpu,
+    products,
+    table_sums,
+)
 from softbottle.ops.mixture.activations import SOFTMAX
 from softbottle.ops.mixture.options import Options
+from tests.ops import devices
 from tests.ops.mixture.problem import Problem, loss_and_gradient, paired
 
 pytestmark = pytest.mark.usefixtures("mixed_dtypes")
 TOKENS, WIDTH, VOCAB = 40, 64, 300
 
 
-def make_problem(components, scale):
-    """Contexts along the labels' rows; all that bfloat16 is to hold, it holds."""
+def make_problem(components, scale, dtype=jnp.bfloat16):
+    """Contexts along the labels' rows, and what there is of them in a dtype."""
     random = np.random.default_rng(0)
     table_VE = random.normal(size=(VOCAB, WIDTH))
     labels_T = random.integers(0, VOCAB, TOKENS).astype(np.int32)
@@ -33,8 +40,8 @@ def make_problem(components, scale):
     weights_T = random.uniform(0.5, 1.5, TOKENS) / TOKENS
     problem = Problem(
         log_prior_TK.astype(np.float32),
-        jnp.asarray(context_TKE, jnp.bfloat16),
-        jnp.asarray(table_VE, jnp.bfloat16),
+        jnp.asarray(context_TKE, dtype),
+        jnp.asarray(table_VE, dtype),
         np.zeros(VOCAB, np.float32),
         labels_T,
         weights_T.astype(np.float32),
@@ -67,19 +74,26 @@ def with_entropy(problem, options):
     return jnp.sum(targets.weights_T * (lse_T1 - score_T1)[:, 0])
 
 
-def check(implementation, what, components, scale, least):
-    exact, problem = make_problem(components, scale)
-    options = Options(implementation=implementation)
-
+def run(what, problem, options):
     def scalar(*arrays):
         return what(Problem(*arrays, *problem[4:]), options)
 
-    function = jax.jit(jax.value_and_grad(scalar, argnums=(1, 2, 3)))
-    ours, bars = function(*problem[:4])
+    return jax.jit(jax.value_and_grad(scalar, argnums=(1, 2, 3)))(*problem[:4])
+
+
+def check(implementation, what, components, scale, least):
+    exact, problem = make_problem(components, scale)
+    result = run(what, problem, Options(implementation=implementation))
+    assert np.exp(-loss_and_gradient(exact)[0] / exact.weights_T.sum()) > least
+    compare(result, exact, (8e-3, 8e-3, 4e-3))
+
+
+def compare(result, exact, limits):
+    """The loss, and gradients by shares of their largest entries."""
+    ours, bars = result
     exact_loss, (_, *exact_bars) = loss_and_gradient(exact)
-    assert np.exp(-exact_loss / exact.weights_T.sum()) > least
     np.testing.assert_allclose(ours, exact_loss, rtol=3e-3)
-    for bar, exact_bar, limit in zip(bars, exact_bars, (8e-3, 8e-3, 2e-3), strict=True):
+    for bar, exact_bar, limit in zip(bars, exact_bars, limits, strict=True):
         error = np.max(np.abs(np.asarray(bar, np.float64) - exact_bar))
         assert error < limit * np.max(np.abs(exact_bar))
 
@@ -109,3 +123,46 @@ def test_the_gradient_of_sure_labels(implementation, what, components, scale, le
 def test_the_same_compiled_for_a_gpu(implementation, what, components):
     """XLA for GPUs leaves out casts that are cast back, which others keep."""
     check(implementation, what, components, 0.16, 0.9)
+
+
+def tf32(array):
+    return jax.lax.reduce_precision(array, 8, 10)
+
+
+@pytest.mark.parametrize("what", [loss, nll])
+def test_float32_products_of_ten_bits(what, monkeypatch):
+    """As GPUs take them: what is beside a product has the product's inputs.
+
+    Rounding these again, as the matrix unit does, changes no bit of the result.
+    """
+    _, problem = make_problem(1, 0.25, jnp.float32)
+    seen = [np.asarray(tf32(array), np.float64) for array in problem[1:3]]
+    exact = Problem(problem[0], *seen, *problem[3:])
+    options = Options(implementation="blocked", device=devices.H200)
+    result = run(what, problem, options)
+    compare(result, exact, (2e-3, 2e-3, 2e-3))
+    product = products.product
+
+    def of_ten_bits(left, right, *how):
+        return product(tf32(left), tf32(right), *how)
+
+    monkeypatch.setattr(products, "product", of_ten_bits)
+    for module in (exponential, table_sums):
+        monkeypatch.setattr(module, "product", of_ten_bits)
+    for ours, again in zip(
+        jax.tree.leaves(result),
+        jax.tree.leaves(run(what, problem, options)),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(ours, again)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("what", [loss, nll])
+def test_float32_products_of_a_gpu(what):
+    exact, problem = make_problem(1, 0.25, jnp.float32)
+    bits = Options().resolve().float32_bits
+    if bits is not None:
+        seen = [np.asarray(tf32(array), np.float64) for array in problem[1:3]]
+        exact = exact._replace(context_TKE=seen[0], table_VE=seen[1])
+    compare(run(what, problem, Options(implementation="blocked")), exact, (5e-3,) * 3)
