@@ -84,9 +84,18 @@ def route(options: Options) -> exponential.Route:
 
 
 def _first_product(
-    context_NRQ, table_NPQ, bias_NP, near_R, tilt_2R, activation, options, peaks
+    context_NRQ,
+    table_NPQ,
+    bias_NP,
+    near_R,
+    tilt_2R,
+    activation,
+    options,
+    peaks,
+    settled=False,
 ):
     """E, its row sums before rounding, the rows' maxima, and where these are."""
+    del settled  # the maxima are references as good as any
     z_NRP = products.product(context_NRQ, table_NPQ, (2, 2), near_R.dtype)
     g_NRP, slope_NRP = likelihood.with_slope(activation, z_NRP + bias_NP[:, None])
     ref_NR = _finite(jnp.max(g_NRP, axis=2))

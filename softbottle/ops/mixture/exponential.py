@@ -94,10 +94,11 @@ class Route(NamedTuple):
 
     Attributes:
         first: (context_NRQ, table_NPQ, bias_NP, near_R, tilt_2R, activation, options,
-            peaks) -> (E_NRP, sum_NR, ref_NR, peak), where near_R are scores, usually
-            near the largest, and E has the factor tilt_0R + tilt_1R (g - near_R) if
-            there is a tilt. The peak is a `Peak` [N, R] if peaks are asked for (never
-            with a tilt) and else None.
+            peaks, settled) -> (E_NRP, sum_NR, ref_NR, peak), where near_R are scores,
+            usually near the largest, or, if that is settled, no lower than any. E has
+            the factor tilt_0R + tilt_1R (g - near_R) if there is a tilt, which is for
+            settled ones. The peak is a `Peak` [N, R] if peaks are asked for (never with
+            a tilt) and else None.
         scores: as an `Implementation` has them.
         multiples: what rows, words and width of the first product are padded to.
         width: what the width of the third product is padded to.
@@ -246,10 +247,14 @@ def _pulled(
     bars,
 ):
     """Add a chunk's part of the table's gradient; return that of its contexts."""
-    asked_CK = functools.reduce(
-        jnp.logical_or, (bar_CK != 0 for bar_CK in bars if bar_CK is not None)
-    )
-    lse_CK = jnp.where(asked_CK, found.lse_TK, 0.0)
+    asked_CK = bars.lse_TK != 0
+    if bars.entropy_TK is not None:
+        asked_CK |= bars.entropy_TK != 0
+    if labels_C is not None:
+        label_C, owned_C = shards.local_labels(labels_C, len(whole.table_VE), options)
+        asked_CK |= owned_C[:, None] & (bars.own_TK != 0)
+    # Beside nothing that is asked for E is 0, whatever the words' biases are.
+    lse_CK = jnp.where(asked_CK, found.lse_TK, -DEAD)
     bar_CK, tilt_2CK = bars.lse_TK, None
     if bars.entropy_TK is not None:
         level_CK = bars.lse_TK - bars.entropy_TK * found.entropy_TK
@@ -259,9 +264,8 @@ def _pulled(
     context_CKE = jnp.where(asked_CK[:, :, None], context_CKE, 0)
     cast_CKE = seen(context_CKE, whole.table_VE.dtype, options)
     cast_NCKE = cast_CKE[None]
-    e_NRP, _, ref_NCK, _ = _exponentials(
-        route, activation, options, padded, cast_NCKE, lse_CK, tilt_2CK
-    )
+    how = (route, activation, options, padded, cast_NCKE)
+    e_NRP, _, ref_NCK, _ = _exponentials(*how, lse_CK, tilt_2CK, settled=True)
     factor_NCK = jnp.exp(ref_NCK - lse_CK[None])
     scale_NCK = jnp.where(asked_CK[None], bar_CK[None] * factor_NCK, 0.0)
     product_NCKE = _second_product(e_NRP, padded, cast_NCKE, scale_NCK.dtype)
@@ -270,7 +274,6 @@ def _pulled(
     if labels_C is None:
         return sums, context_bar_CKE
 
-    label_C, owned_C = shards.local_labels(labels_C, len(whole.table_VE), options)
     here_CK = owned_C[:, None] & asked_CK
     _, slope_CK = likelihood.own_score_and_slope(
         cast_CKE, whole, labels_C, activation, options
@@ -424,6 +427,7 @@ def _exponentials(
     near_CK,
     tilt_2CK=None,
     peaks=False,
+    settled=False,
 ):
     """E [N, rows, P]; its sums and references [N, C, K], and peaks if asked for."""
     count, size, components, width = cast_NCKE.shape
@@ -432,12 +436,13 @@ def _exponentials(
     context_NRE = cast_NCKE.reshape(count, rows, width)
     context_NRE = jnp.pad(context_NRE, ((0, 0), more, (0, 0)))
     context_NRQ = pad_width(context_NRE, route.multiples[2])
-    near_R = jnp.pad(near_CK.reshape(rows), (more,))
+    highest = -DEAD if settled else 0.0
+    near_R = jnp.pad(near_CK.reshape(rows), (more,), constant_values=highest)
     tilt_2R = None
     if tilt_2CK is not None:
         tilt_2R = jnp.pad(tilt_2CK.reshape(2, rows), ((0, 0), more))
     inputs = (context_NRQ, padded.table_NPQ, padded.bias_NP, near_R, tilt_2R)
-    e_NRP, *by_row = route.first(*inputs, activation, options, peaks)
+    e_NRP, *by_row = route.first(*inputs, activation, options, peaks, settled)
     shape = cast_NCKE.shape[:3]
     return e_NRP, *jax.tree.map(
         lambda array_NR: array_NR[:, :rows].reshape(shape), by_row

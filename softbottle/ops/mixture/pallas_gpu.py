@@ -20,7 +20,8 @@ References are the labels' scores, as a rule near the largest. Rows whose sum sh
 theirs is too low, by `FAR` nats, are done again with their normalizers, in place and
 for their tiles of rows alone. How many there are is known to the device only, and the
 host need not wait for it: two more calls find nothing to do, as a rule. Scores that are
-bounded by FAR need no reference.
+bounded by FAR need no reference; in a backward pass the normalizers are known, and are
+the references of rows that are done once.
 
 One block of threads is three warpgroups: one copies tiles into a ring in shared memory,
 two multiply, each half of the tile's rows. The grid is persistent, one block a
@@ -136,7 +137,15 @@ def interpreted() -> Iterator[None]:
 
 
 def _first_product(
-    context_NRQ, table_NPQ, bias_NP, near_R, tilt_2R, activation, options, peaks
+    context_NRQ,
+    table_NPQ,
+    bias_NP,
+    near_R,
+    tilt_2R,
+    activation,
+    options,
+    peaks,
+    settled=False,
 ):
     """E, row sums, references and peaks; sizes are multiples of the tiles'.
 
@@ -161,8 +170,8 @@ def _first_product(
 
     near_R = jnp.tile(near_R, count)
     if tilt_2R is not None:
-        # References are normalizers, which no score is above.
         tilt_2R = jnp.tile(tilt_2R, (1, count))
+    if settled:
         e_RP, sum_JR = call(_Inputs(*tables, near_R, tilt_2R))
         return *result(e_RP, jnp.sum(sum_JR, axis=0), near_R), None
     bounded = activation.bound is not None and activation.bound <= FAR

@@ -149,6 +149,34 @@ def test_the_hopper_kernel_in_the_interpreter(words, mixed_dtypes):
     check(ours, rounded, atol=2e-5)
 
 
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 11), reason="needs the interpreter of jax 0.11"
+)
+@pytest.mark.parametrize("asks", ["entropies", "scores"])
+def test_rows_that_ask_for_nothing_add_nothing_beside_large_biases(asks, mixed_dtypes):
+    """exp(100) is no float32: in padding and beside zeros it must not be formed."""
+    context_TKE, table_VE, bias_V, bars = make_point()
+    bias_V[7], bars[:, 4:] = 100, 0
+    inputs = oracle.cast((context_TKE, table_VE), jnp.bfloat16)
+    options = Options(implementation="pallas_gpu")
+    labels_T = jnp.asarray(labels_of(len(context_TKE), VOCAB))
+
+    @jax.jit
+    def gradient(context_TKE, table_VE, bias_V):
+        def found(*arrays):
+            words = Vocabulary(*arrays[1:])
+            call = api.scores_and_entropies if asks == "entropies" else api.scores
+            return call(arrays[0], words, labels_T, SOFTMAX, options)
+
+        each, pull = jax.vjp(found, context_TKE, table_VE, bias_V)
+        return pull(tuple(jnp.asarray(bars[: len(each)], jnp.float32)))
+
+    with pallas_gpu.interpreted():
+        ours = gradient(*inputs, jnp.asarray(bias_V, jnp.float32))
+    assert all(np.all(np.isfinite(np.asarray(bar, np.float32))) for bar in ours)
+    assert not np.any(np.asarray(ours[0], np.float32)[4:])
+
+
 @pytest.mark.gpu
 def test_the_hopper_kernel_on_a_gpu(mixed_dtypes):
     random = np.random.default_rng(0)
