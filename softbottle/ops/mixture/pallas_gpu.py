@@ -89,20 +89,16 @@ def _lse(context_TKE, vocabulary, activation, options):
     return _scores(context_TKE, vocabulary, None, activation, options).lse_TK
 
 
-def _scores(context_TKE, vocabulary, labels_T, activation, options):
+def _scores(context_TKE, vocabulary, labels_T, activation, options, entropies=False):
     if _refused(context_TKE, vocabulary.table_VE, activation, options):
-        inputs = (context_TKE, vocabulary, labels_T, activation, options)
-        return blocked.IMPLEMENTATION.scores(*inputs)
+        plain = blocked.IMPLEMENTATION
+        function = plain.entropies if entropies else plain.scores
+        return function(context_TKE, vocabulary, labels_T, activation, options)
     inputs = shards.varying_together(context_TKE, vocabulary, labels_T)
-    return _fused_scores(activation, options, False, *inputs)
+    return _fused_scores(activation, options, entropies, *inputs)
 
 
-def _entropies(context_TKE, vocabulary, labels_T, activation, options):
-    if _refused(context_TKE, vocabulary.table_VE, activation, options):
-        inputs = (context_TKE, vocabulary, labels_T, activation, options)
-        return blocked.IMPLEMENTATION.entropies(*inputs)
-    inputs = shards.varying_together(context_TKE, vocabulary, labels_T)
-    return _fused_scores(activation, options, True, *inputs)
+_entropies = functools.partial(_scores, entropies=True)
 
 
 def _loss(mixture, vocabulary, targets, activation, options, elsewhere=None):
