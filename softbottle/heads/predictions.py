@@ -7,6 +7,7 @@ in another way has predictions of its own (mixtape.py).
 from typing import NamedTuple, Protocol, Self
 
 import jax
+import jax.numpy as jnp
 
 from softbottle import ops
 from softbottle.ops.mixture import likelihood, reductions
@@ -89,6 +90,20 @@ class Predictions(Protocol):
         ...
 
 
+def _likeliest(words_TM, log_prior_TK, score_TMK):
+    """Of some words of each token the one that may be nearly sure, [T].
+
+    That is the best of these in the components that have nearly all of the prior.
+    """
+    log_prior_TK, score_TMK = jax.lax.stop_gradient((log_prior_TK, score_TMK))
+    score_TMK = jnp.where(jnp.isnan(score_TMK), -jnp.inf, score_TMK)
+    best_T1K = jnp.max(score_TMK, axis=1, keepdims=True)
+    behind_TMK = jnp.where(score_TMK == best_T1K, 0.0, score_TMK - best_T1K)
+    share_TM = jnp.sum(jnp.exp(log_prior_TK[:, None] + behind_TMK), axis=2)
+    place_T1 = jnp.argmax(share_TM, axis=1, keepdims=True)
+    return jnp.take_along_axis(words_TM, place_T1, axis=1)[:, 0]
+
+
 class OfMixture(NamedTuple):
     """The predictions of a mixture that meets the whole vocabulary."""
 
@@ -152,13 +167,22 @@ class OfMixture(NamedTuple):
         """See `Predictions`."""
         log_prior_TK, context_TKE = self.mixture
         how = (self.activation, self.options)
-        lse_TK = ops.lse(context_TKE, self.words, *how)
 
-        def one(words_T):
-            score_TK = ops.label_score(context_TKE, self.words, words_T, *how)
+        def score(words_T):
+            return ops.label_score(context_TKE, self.words, words_T, *how)
+
+        score_TMK = jax.vmap(score, in_axes=1, out_axes=1)(words_TM)
+        # Only one word of a token can be nearly sure, whose score and normalizer need
+        # one gradient.
+        likely_T = _likeliest(words_TM, log_prior_TK, score_TMK)
+        own_TK, lse_TK = ops.scores(context_TKE, self.words, likely_T, *how)
+        is_likely_TM1 = (words_TM == likely_T[:, None])[:, :, None]
+        score_TMK = jnp.where(is_likely_TM1, own_TK[:, None], score_TMK)
+
+        def log_p(score_TK):
             return -likelihood.nll(log_prior_TK, score_TK, lse_TK)
 
-        return jax.vmap(one, in_axes=1, out_axes=1)(words_TM)
+        return jax.vmap(log_p, in_axes=1, out_axes=1)(score_TMK)
 
     def log_probs(self, log_prior_TK: jax.Array | None) -> jax.Array:
         """See `Predictions`."""
