@@ -53,9 +53,7 @@ def scores(
     differentiation.
     """
     options = options.resolve()
-    _check(context_TKE, vocabulary, options)
-    _check_tokens(context_TKE, labels_T=labels_T)
-    labels_T = likelihood.word_ids(labels_T=labels_T)
+    labels_T = _labels(context_TKE, vocabulary, labels_T, options)
     local = _implementation(options, context_TKE).scores
     inputs = (context_TKE, vocabulary, labels_T, activation, options)
     return likelihood.beside(*likelihood.joint_scores(local, *inputs), elsewhere)
@@ -69,9 +67,7 @@ def label_score(
     options: Options = DEFAULTS,
 ) -> jax.Array:
     """g(z) of the label alone, [T, K]; takes any cotangent."""
-    _check(context_TKE, vocabulary, options)
-    _check_tokens(context_TKE, labels_T=labels_T)
-    labels_T = likelihood.word_ids(labels_T=labels_T)
+    labels_T = _labels(context_TKE, vocabulary, labels_T, options)
     return likelihood.target_score(
         context_TKE, vocabulary, labels_T, activation, options
     )
@@ -103,9 +99,7 @@ def scores_and_entropies(
     They take any cotangents. The activation has no parameters, and words no classes.
     """
     options = options.resolve()
-    _check(context_TKE, vocabulary, options)
-    _check_tokens(context_TKE, labels_T=labels_T)
-    labels_T = likelihood.word_ids(labels_T=labels_T)
+    labels_T = _labels(context_TKE, vocabulary, labels_T, options)
     chosen = _implementation(options, context_TKE)
     inputs = (context_TKE, vocabulary, labels_T, activation, options)
     own_TK, lse_TK, entropy_TK = chosen.entropies(*inputs)
@@ -309,6 +303,13 @@ def _targets(mixture, vocabulary, targets, options):
     wide = sum_dtype(mixture.context_TKE, vocabulary.table_VE)
     weights = jax.tree.map(lambda array: array.astype(wide), targets[1:])
     return Targets(likelihood.word_ids(labels_T=targets.labels_T), *weights)
+
+
+def _labels(context_TKE, vocabulary, labels_T, options):
+    """The labels as word ids; all inputs are checked."""
+    _check(context_TKE, vocabulary, options)
+    _check_tokens(context_TKE, labels_T=labels_T)
+    return likelihood.word_ids(labels_T=labels_T)
 
 
 def _check_mixture(mixture, vocabulary, options):

@@ -39,7 +39,7 @@ def cast(array: jax.Array, dtype: jnp.dtype) -> jax.Array:
 def seen(array: jax.Array, dtype: jnp.dtype, options: Options) -> jax.Array:
     """The array as a product in that dtype reads it.
 
-    So does what is to agree with the product, to the last bit, or to cancel with it.
+    What has to agree with the product, or cancel with it, takes its inputs from here.
     """
     array = cast(array, dtype)
     bits = options.float32_bits if dtype == jnp.float32 else None

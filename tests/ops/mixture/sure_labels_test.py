@@ -129,21 +129,25 @@ def tf32(array):
     return jax.lax.reduce_precision(array, 8, 10)
 
 
-@pytest.mark.parametrize("what", [loss, nll])
-def test_float32_products_of_ten_bits(what, monkeypatch):
-    """As GPUs take them: what is beside a product has the product's inputs.
+TF32 = Options(implementation="blocked", device=devices.H200)
 
-    Rounding these again, as the matrix unit does, changes no bit of the result.
-    """
+
+@pytest.mark.parametrize("what", [loss, nll])
+def test_float32_products_of_ten_bits(what):
+    """As GPUs take them: what is beside a product has the product's inputs."""
     _, problem = make_problem(1, 0.25, jnp.float32)
     seen = [np.asarray(tf32(array), np.float64) for array in problem[1:3]]
     exact = Problem(problem[0], *seen, *problem[3:])
-    options = Options(implementation="blocked", device=devices.H200)
-    result = run(what, problem, options)
-    compare(result, exact, (2e-3, 2e-3, 2e-3))
-    product = products.product
+    compare(run(what, problem, TF32), exact, (2e-3, 2e-3, 2e-3))
+
+
+def test_products_read_all_bits_of_what_the_loss_gives_them(monkeypatch):
+    """Rounding these again, as the matrix unit does, changes no bit of the result."""
+    _, problem = make_problem(1, 0.25, jnp.float32)
+    result, product, called = run(loss, problem, TF32), products.product, []
 
     def of_ten_bits(left, right, *how):
+        called.append(how)
         return product(tf32(left), tf32(right), *how)
 
     monkeypatch.setattr(products, "product", of_ten_bits)
@@ -151,10 +155,11 @@ def test_float32_products_of_ten_bits(what, monkeypatch):
         monkeypatch.setattr(module, "product", of_ten_bits)
     for ours, again in zip(
         jax.tree.leaves(result),
-        jax.tree.leaves(run(what, problem, options)),
+        jax.tree.leaves(run(loss, problem, TF32)),
         strict=True,
     ):
         np.testing.assert_array_equal(ours, again)
+    assert len(called) >= 3
 
 
 @pytest.mark.gpu
