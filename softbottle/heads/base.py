@@ -27,6 +27,7 @@ from softbottle.ops.mixture.arrays import (
     Vocabulary,
     without_padding,
 )
+from softbottle.ops.mixture.likelihood import word_ids
 from softbottle.ops.mixture.options import DEFAULTS, Options, check_range
 from softbottle.ops.mixture.sampling import Sampling
 
@@ -449,7 +450,7 @@ class Head(abc.ABC):
             )
         output = (params, table_VE, bias_V)
         predictions = self.predict(output, hidden_TD, latent_mask, options)
-        return predictions.log_probs_of(words_TM)
+        return predictions.log_probs_of(word_ids(words_TM=words_TM))
 
     def scores(
         self,

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from softbottle import ops
 from softbottle.heads import base, checks, contexts
 from softbottle.heads.base import Mixture, Params
-from softbottle.heads.predictions import States
+from softbottle.heads.predictions import States, log_probs_of_some
 from softbottle.ops.mixture import (
     decode,
     gated,
@@ -157,18 +157,20 @@ class Pieces(NamedTuple):
 
     def log_probs_of(self, words_TM: jax.Array) -> jax.Array:
         """See `Predictions`."""
-        _, lse_T1 = self._masses()
 
-        def one(words_T):
-            local_T, elsewhere = self._elsewhere(words_T)
+        def score(words_T):
+            local_T, owned_T = self._local(words_T)
             context_T1E = self.mixture.context_TKE
             rare_T1 = ops.label_score(
                 context_T1E, self.rare, local_T, options=self.options
             )
-            score_T1, _ = likelihood.beside(rare_T1, lse_T1, elsewhere)
-            return -likelihood.nll(self.mixture.log_prior_TK, score_T1, lse_T1)
+            own_T1 = gated.label_score(
+                self.tokens, self.frequent, words_T, self.options
+            )
+            return jnp.where(owned_T[:, None], own_T1, rare_T1)
 
-        return jax.vmap(one, in_axes=1, out_axes=1)(words_TM)
+        log_prior_TK = self.mixture.log_prior_TK
+        return log_probs_of_some(words_TM, log_prior_TK, score, self.scores)
 
     def log_probs(self, log_prior_TK: jax.Array | None) -> jax.Array:
         """See `Predictions`."""
@@ -260,10 +262,14 @@ class Pieces(NamedTuple):
     def _elsewhere(self, labels_T):
         """Labels among the rare words, and what the frequent ones add."""
         labels_T = word_ids(labels_T=labels_T)
-        owned_T = (labels_T >= 0) & (labels_T < self.size)
+        local_T, owned_T = self._local(labels_T)
         both_T1 = gated.scores(self.tokens, self.frequent, labels_T, self.options)
-        local_T = jnp.where(owned_T, self.size, labels_T) - self.start
         return local_T, Elsewhere(*both_T1, owned_T)
+
+    def _local(self, words_T):
+        """Words among the rare ones, and which of them are frequent instead."""
+        owned_T = (words_T >= 0) & (words_T < self.size)
+        return jnp.where(owned_T, self.size, words_T) - self.start, owned_T
 
     def _masses(self):
         """Log-normalizers of the frequent words and of all, [T, 1] each."""

@@ -4,6 +4,7 @@ A mixture that meets the whole vocabulary is `OfMixture`. A head that treats som
 in another way has predictions of its own (mixtape.py).
 """
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol, Self
 
 import jax
@@ -90,6 +91,35 @@ class Predictions(Protocol):
         ...
 
 
+def log_probs_of_some(
+    words_TM: jax.Array,
+    log_prior_TK: jax.Array,
+    score: Callable[[jax.Array], jax.Array],
+    scores: Callable[[jax.Array], tuple[jax.Array, jax.Array, jax.Array]],
+) -> jax.Array:
+    """Log P of some words of each token, [T, M], from scores of one.
+
+    Only one word of a token can be nearly sure, whose score and normalizer need one
+    gradient.
+
+    Args:
+        words_TM: the words.
+        log_prior_TK: the mixture's.
+        score: those of one word per token [T] alone, [T, K].
+        scores: the same, as `Predictions.scores`.
+    """
+    score_TMK = jax.vmap(score, in_axes=1, out_axes=1)(words_TM)
+    likely_T = _likeliest(words_TM, log_prior_TK, score_TMK)
+    _, own_TK, lse_TK = scores(likely_T)
+    is_likely_TM1 = (words_TM == likely_T[:, None])[:, :, None]
+    score_TMK = jnp.where(is_likely_TM1, own_TK[:, None], score_TMK)
+
+    def log_p(score_TK):
+        return -likelihood.nll(log_prior_TK, score_TK, lse_TK)
+
+    return jax.vmap(log_p, in_axes=1, out_axes=1)(score_TMK)
+
+
 def _likeliest(words_TM, log_prior_TK, score_TMK):
     """Of some words of each token the one that may be nearly sure, [T].
 
@@ -171,18 +201,7 @@ class OfMixture(NamedTuple):
         def score(words_T):
             return ops.label_score(context_TKE, self.words, words_T, *how)
 
-        score_TMK = jax.vmap(score, in_axes=1, out_axes=1)(words_TM)
-        # Only one word of a token can be nearly sure, whose score and normalizer need
-        # one gradient.
-        likely_T = _likeliest(words_TM, log_prior_TK, score_TMK)
-        own_TK, lse_TK = ops.scores(context_TKE, self.words, likely_T, *how)
-        is_likely_TM1 = (words_TM == likely_T[:, None])[:, :, None]
-        score_TMK = jnp.where(is_likely_TM1, own_TK[:, None], score_TMK)
-
-        def log_p(score_TK):
-            return -likelihood.nll(log_prior_TK, score_TK, lse_TK)
-
-        return jax.vmap(log_p, in_axes=1, out_axes=1)(score_TMK)
+        return log_probs_of_some(words_TM, log_prior_TK, score, self.scores)
 
     def log_probs(self, log_prior_TK: jax.Array | None) -> jax.Array:
         """See `Predictions`."""

@@ -188,6 +188,22 @@ def _own(logit_CS, place_C):
     return jnp.arange(logit_CS.shape[1])[None] == place_C[:, None]
 
 
+def label_score(
+    tokens: Tokens, words: Words, labels_T: jax.Array, options: Options
+) -> jax.Array:
+    """The labels' logits alone, [T, 1], as `scores` has them."""
+    tokens, words, dtype, _ = _prepared(tokens, words, options)
+    place_T = jnp.clip(labels_T, 0, len(words.vector_SG) - 1)
+
+    def one(token, word):
+        # A chunk of one token, with one word.
+        tokens, words = jax.tree.map(lambda leaf: leaf[None], (token, word))
+        parts = _parts(_products(dtype, tokens, words), tokens, words)
+        return (_nodes(*parts)[0] + words.vocabulary.bias_V[None])[0]
+
+    return jax.vmap(one)(tokens, jax.tree.map(lambda leaf: leaf[place_T], words))
+
+
 def logits(tokens: Tokens, words: Words, options: Options) -> jax.Array:
     """The logits of all frequent words, [T, S]."""
     return _over(lambda logit_CS, _: logit_CS, tokens, words, (), options)
