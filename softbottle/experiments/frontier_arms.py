@@ -30,7 +30,8 @@ class Arm(NamedTuple):
 
             width       half of the softmax's
             parameters  at most as many as REFERENCE, as nearly as the width gives it
-            trunk       the flop of a step of REFERENCE, by a wider `model.hidden_dim`
+            trunk       about the time of a step of REFERENCE, by a wider
+                        `model.hidden_dim`
             passes      the flop of all steps of REFERENCE, by more passes
         first: whether it belongs to the first question, contexts or mixture.
         frequent: the share of the words that are the head's `frequent` ones.
@@ -84,6 +85,9 @@ ARMS = {
 # The four that matter, which are trained with several seeds.
 SEVERAL_SEEDS = (SOFTMAX, "softmax-projected", "moc-7-residual", REFERENCE)
 _WARMUP, _VALIDATIONS, _WINDOWS = 0.05, 8, 40
+# An LSTM's steps wait for one another: at 1,536 wide and more one H200 does 215 TF/s of
+# their products and 560 of those with the table (docs/results/frontier.md).
+_LSTM_SLOWER = 2.6
 # How often a run reports, and where its text lies, make no other run of it.
 _FREE = ("train.", "mesh.", "data.path", "data.cache", "format")
 
@@ -210,7 +214,7 @@ class Variants:
             return model_lib.equal_softmax(reference, self._vocab, parameters), 1
         if arm.match == "passes":
             return softmax, max(1, round(flop / self._costs(softmax)[0]))
-        return self._with_trunk(softmax, flop), 1
+        return self._with_trunk(softmax, self._time(reference)), 1
 
     def _with_head(self, settings):
         values = config_lib.to_dict(self._config)
@@ -226,8 +230,8 @@ class Variants:
         model_lib.make_head(config)
         return config
 
-    def _with_trunk(self, config, flop):
-        """The config with the inner width whose step comes closest to so many flop."""
+    def _with_trunk(self, config, time):
+        """The config with the inner width whose step comes closest to that time."""
         unit = 1
         if config.model.backbone == "transformer":
             unit = 2 * config.model.attention_heads
@@ -238,22 +242,35 @@ class Variants:
             return variant
 
         def cost(units):
-            return self._costs(wider(units))[0]
+            return self._time(wider(units))
 
         if cost(2) == cost(1):
             raise ValueError("model.hidden_dim does not change this backbone.")
-        units = _closest(cost, flop)
+        units = _closest(cost, time)
         # GEMMs of odd widths are slow; this changes the width by 0.5% at most.
         multiple = 1 << max(0, (units // 100).bit_length() - 1)
         return wider(multiple * round(units / multiple))
 
     def _costs(self, config):
         """(flop of a step, parameters)."""
-        init = model_lib.make(config, self._vocab).init
-        params = jax.eval_shape(init, jax.random.key(0))
-        tokens = config.data.rows * config.data.length
+        params, tokens = self._shapes(config)
         flop = model_lib.step_flop(config, params, tokens)
         return flop, model_lib.count_parameters(params, self._vocab)
+
+    def _time(self, config):
+        """Of a step, in flop of a head's GEMMs."""
+        params, tokens = self._shapes(config)
+        flop = model_lib.step_flop(config, params, tokens)
+        if config.model.backbone != "awd_lstm":
+            return flop
+        trunk = sum(leaf.size for leaf in jax.tree.leaves(params["backbone"]))
+        return flop + (_LSTM_SLOWER - 1) * 6 * tokens * trunk
+
+    def _shapes(self, config):
+        """(shapes of the parameters, tokens of a step)."""
+        init = model_lib.make(config, self._vocab).init
+        params = jax.eval_shape(init, jax.random.key(0))
+        return params, config.data.rows * config.data.length
 
 
 def _closest(cost: Callable[[int], float], target: float) -> int:

@@ -1,6 +1,7 @@
 """The frontier as a picture: lower and farther to the left is better.
 
 A point is the mean of its seeds, and a vertical line goes from the best to the worst.
+What is far above the softmax is a triangle at the upper edge, with its perplexity.
 
 Axes: N deciles of the words.
 """
@@ -20,6 +21,8 @@ from softbottle.experiments import frontier_report
 from softbottle.experiments.frontier_arms import SOFTMAX
 
 _NAMED = 8  # more points than these are numbered
+# What is shown, over the highest perplexity of the softmax, and over its by decile.
+_HIGHEST, _HIGHEST_RATIO = 1.05, 1.1
 # Titles of the panels; the field of a row and the unit that it is drawn in.
 _COSTS = {
     "seconds of training": ("seconds", 1.0),
@@ -83,19 +86,26 @@ def _draw_costs(figure, panels, found, labels):
         _scatter(axes, found, field, unit)
     # Sizes of texts are known only once everything else has its place.
     figure.draw_without_rendering()
+    names = {
+        point: f"{labels[point.arm]} ({point.perplexity:.1f})"
+        if point.perplexity > _edge(found)
+        else labels[point.arm]
+        for point in found
+    }
     for axes, (_, (field, unit)) in costs.items():
         located = _located(found, field, unit)
         name_points(
-            axes,
-            [(place, labels[p.arm], _color(p)) for p, place in located.items()],
+            axes, [(place, names[p], _color(p)) for p, place in located.items()]
         )
 
 
 def _scatter(axes, found, field, unit):
     located = _located(found, field, unit)
+    edge = _edge(found)
     for point, (x, y) in located.items():
-        axes.plot(x, y, "o", color=_color(point), markersize=6)
-        seeds = [run["test_perplexity"] for run in point.runs]
+        marker = "^" if point.perplexity > edge else "o"
+        axes.plot(x, y, marker, color=_color(point), markersize=6)
+        seeds = [min(run["test_perplexity"], edge) for run in point.runs]
         axes.vlines(x, min(seeds), max(seeds), color=_color(point), lw=1)
     if not located:
         axes.text(0.5, 0.5, "not counted on this device", ha="center")
@@ -111,7 +121,8 @@ def _scatter(axes, found, field, unit):
     spread = math.sqrt(max(1.0, 2 * low / high))
     axes.set_xlim(low / spread, high * spread)
     # Near enough to each other for a factor of two, and apart over several.
-    ticks = matplotlib.ticker.LogLocator(subs=(1, 1.25, 1.5, 2, 3, 5, 7))
+    between = (1.25, 1.5) if high / low < 4 else (1.5,)
+    ticks = matplotlib.ticker.LogLocator(subs=(1, *between, 2, 3, 5, 7))
     axes.xaxis.set_major_locator(ticks)
     axes.xaxis.set_minor_formatter("")
     for axis in (axes.xaxis, axes.yaxis):
@@ -137,12 +148,13 @@ def _frequencies(axes, found, labels):
         axes.plot(places, ratio_N, color=_color(point), lw=1, marker=".")
         finite = np.flatnonzero(np.isfinite(ratio_N))
         if len(finite):
-            ends.append((ratio_N[finite[-1]], point))
+            ends.append((min(ratio_N[finite[-1]], _HIGHEST_RATIO), point))
     axes.set_xticks(places)
     axes.set_xlim(0.8, len(places) + 2.2)
     # Labels at the right, each at least a line above the one below.
     ends.sort(key=lambda end: end[0])
     low, high = axes.get_ylim()
+    high = min(high, _HIGHEST_RATIO)
     gap, heights = (high - low) / 34, []
     for ratio, _ in ends:
         heights.append(max([ratio, *(height + gap for height in heights[-1:])]))
@@ -218,10 +230,17 @@ def _overlap(box, other):
     return not (apart or box[3] < other[1] or other[3] < box[1])
 
 
+def _edge(found):
+    """The highest perplexity that is shown."""
+    runs = [run for point in found if point.arm == SOFTMAX for run in point.runs]
+    highest = max((run["test_perplexity"] for run in runs), default=math.inf)
+    return _HIGHEST * highest
+
+
 def _located(found, field, unit):
-    means = {point: point.mean(field) for point in found}
+    means, edge = {point: point.mean(field) for point in found}, _edge(found)
     return {
-        point: (mean * unit, point.perplexity)
+        point: (mean * unit, min(point.perplexity, edge))
         for point, mean in means.items()
         if not math.isnan(mean)
     }
