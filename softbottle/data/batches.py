@@ -272,14 +272,12 @@ def _evaluation_batches(ids, starts_B, stops_B, length):
 
 def _padded(ids_BS, labels_BS, counts_B, width):
     """A batch of `width` columns whose row b has counts_B[b] that count."""
-    pad = ((0, 0), (0, width - ids_BS.shape[1]))
+    rows, columns = ids_BS.shape
+    padded = [np.zeros((rows, width), np.int32) for _ in range(2)]
+    for array_BS, own_BS in zip(padded, (ids_BS, labels_BS), strict=True):
+        array_BS[:, :columns] = own_BS
     live_BS = np.arange(width)[None] < counts_B[:, None]
-    return Batch(
-        np.pad(ids_BS, pad).astype(np.int32),
-        np.pad(labels_BS, pad).astype(np.int32),
-        live_BS.astype(np.float32),
-        live_BS.astype(np.int32),
-    )
+    return Batch(*padded, live_BS.astype(np.float32), live_BS.astype(np.int32))
 
 
 def _check_sizes(ids, rows, length):

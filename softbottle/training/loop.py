@@ -2,8 +2,8 @@
 
 The key of a step is a function of (seed, step), the batch a function of the stream's
 position, and everything else is in the checkpoint, so a resumed run is the same run.
-The loop reads a step's metrics after the next step is under way, so that the device
-never waits for the host.
+The loop reads a step's metrics when the device has them, up to `metrics.AHEAD` steps
+later, so that the device does not wait for the host.
 """
 
 import contextlib

@@ -7,6 +7,7 @@ report, not the run: one that was deleted, cut short or damaged costs a warning 
 lines that are gone.
 """
 
+import collections
 import errno
 import importlib.util
 import json
@@ -24,6 +25,8 @@ from softbottle import files
 
 # Between two lines of progress where stderr is no terminal.
 PLAIN_SECONDS = 60.0
+# How many steps may be under way before the host waits for the first of them.
+AHEAD = 16
 
 
 class Writer:
@@ -152,7 +155,9 @@ class NonFiniteLossError(RuntimeError):
 
 
 class Report:
-    """The metrics of steps, read one step late: to the file, the bar and the screen.
+    """The metrics of steps, to the file, the bar and the screen.
+
+    They are read when the device has them, so that the host runs ahead of it.
 
     Args:
         writer: where the lines go.
@@ -171,7 +176,8 @@ class Report:
         window: tuple[float, float, int] = (0.0, 0.0, 0),
     ):
         self._writer, self._progress, self._every = writer, progress, every
-        self._pending: tuple[int, dict[str, int], dict[str, Any]] | None = None
+        self._pending: collections.deque[tuple[int, dict[str, int], dict[str, Any]]]
+        self._pending = collections.deque()
         self._last: tuple[int, int, dict[str, float]] | None = None
         self._total, self._count, self._steps = window
         self._since = 0
@@ -194,23 +200,31 @@ class Report:
     def add(
         self, step: int, position: dict[str, int], measured: dict[str, Any]
     ) -> None:
-        """Take a step's metrics, and read those of the step before.
+        """Take a step's metrics, and read those of steps that are done.
+
+        Args:
+            step: how many there are with this one.
+            position: of the step's batch in the text.
+            measured: scalars on the device.
 
         Raises:
-            NonFiniteLossError: if the step before lost its loss or its gradient.
+            NonFiniteLossError: if one of these lost its loss or its gradient.
         """
         if self._lap is None:
             self._lap = time.perf_counter()
-        late, self._pending = self._pending, (step, position, measured)
-        if late is not None:
-            self._read(*late)
+        self._pending.append((step, position, measured))
+        while self._pending and (
+            len(self._pending) > AHEAD or _are_ready(self._pending[0][2])
+        ):
+            self._read(*self._pending.popleft())
 
     def settle(self) -> None:
-        """Read the metrics of the last step now; the steps' clock stops."""
-        if self._pending is not None:
-            late, self._pending = self._pending, None
-            self._read(*late)
-            self._spent, self._lap = self._elapsed(), None
+        """Read the metrics of all steps so far; the steps' clock stops."""
+        if self._lap is None:
+            return
+        while self._pending:
+            self._read(*self._pending.popleft())
+        self._spent, self._lap = self._elapsed(), None
 
     def finish(self) -> None:
         """Read and report whatever is left."""
@@ -286,6 +300,10 @@ class Report:
             f"step {step:,}  loss {loss:.3f}  ppl {perplexity(loss):.1f}  "
             f"{speed / 1e3:.1f}k tok/s"
         )
+
+
+def _are_ready(measured):
+    return all(value.is_ready() for value in measured.values())
 
 
 def _floats(measured):

@@ -22,14 +22,30 @@ def steps_of(workdir):
     return [line["step"] for line in metrics.read(workdir)]
 
 
-def measured(total=6.0, count=3.0, grad_norm=0.1):
-    return {
+class Number:
+    """A number on a device, where it is from some time on; reading it waits."""
+
+    def __init__(self, value, clock, done):
+        self.value, self.clock, self.done = value, clock, done
+
+    def is_ready(self):
+        return self.clock[0] >= self.done
+
+    def __float__(self):
+        self.clock[0] = max(self.clock[0], self.done)
+        return float(self.value)
+
+
+def measured(total=6.0, count=3.0, grad_norm=0.1, *, clock=None, done=0.0):
+    values = {
         "total": total,
         "count": count,
         "penalty": 0.0,
         "grad_norm": grad_norm,
         "learning_rate": 0.01,
     }
+    clock = clock or [0.0]
+    return {name: Number(value, clock, done) for name, value in values.items()}
 
 
 @pytest.fixture
@@ -181,26 +197,28 @@ def test_event_files_hold_the_numbers(tmp_path):
     assert found == [(1, 0.5), (2, 1.0)]
 
 
-class Late:
-    """A number on a device: reading it waits for the step that makes it."""
-
-    def __init__(self, value, reads):
-        self.value, self.reads = value, reads
-
-    def __float__(self):
-        self.reads.append(self.value)
-        return float(self.value)
-
-
-def test_metrics_are_read_one_step_late(make_report):
-    report, reads = make_report(), []
+def test_metrics_are_read_when_the_device_has_them(make_report, tmp_path):
+    report, clock = make_report(), [0.0]
     for step in (1, 2, 3):
-        report.add(step, position(step), measured() | {"penalty": Late(step, reads)})
-        assert reads == list(range(1, step))
-    report.settle()
-    assert reads == [1, 2, 3]
-    report.settle()
-    assert reads == [1, 2, 3]
+        report.add(step, position(step), measured(clock=clock, done=step))
+    assert steps_of(tmp_path) == [0]
+    clock[0] = 2.5
+    report.add(4, position(4), measured(clock=clock, done=4))
+    assert steps_of(tmp_path) == [0, 1, 2]
+    assert clock == [2.5]
+    for _ in range(2):
+        report.settle()
+        assert steps_of(tmp_path) == [0, 1, 2, 3, 4]
+        assert clock == [4]
+
+
+def test_the_host_runs_ahead_of_the_device_and_then_waits(make_report, tmp_path):
+    report, clock = make_report(), [0.0]
+    for step in range(1, metrics.AHEAD + 4):
+        report.add(step, position(step), measured(clock=clock, done=10 * step))
+        waited = max(0, step - metrics.AHEAD)
+        assert clock == [10 * waited]
+        assert steps_of(tmp_path)[-1] == waited
 
 
 @pytest.mark.parametrize("validated", [False, True])
@@ -228,12 +246,12 @@ def test_a_line_is_the_mean_over_the_tokens_since_the_last_one(
 def test_what_is_done_between_steps_is_not_the_steps_time(
     make_report, tmp_path, monkeypatch
 ):
-    clock = [0.0]
+    clock, done = [0.0], 0.0
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: clock[0])
     report = make_report(every=4)
     for step in range(1, 9):
-        report.add(step, position(step), measured(1, 3))
-        clock[0] += 0.5  # on the device, read by the next step
+        done = max(done, clock[0]) + 0.5
+        report.add(step, position(step), measured(1, 3, clock=clock, done=done))
         if step in (2, 3, 7):
             report.settle()
             clock[0] += 100  # a validation
@@ -252,7 +270,7 @@ def test_what_is_done_between_steps_is_not_the_steps_time(
 def test_what_is_not_finite_is_an_error_with_its_step_and_batch(make_report, bad):
     report = make_report()
     report.add(4, position(4), measured())
-    report.add(5, position(5), measured(**bad))
+    report.add(5, position(5), measured(**bad, done=1.0))
     with pytest.raises(
         metrics.NonFiniteLossError, match=r"step 5: .*nan|inf.*'offset': 25"
     ) as caught:
