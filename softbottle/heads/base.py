@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 from softbottle.heads import checks, objective
 from softbottle.heads.predictions import OfMixture, Predictions, States
+from softbottle.ops.mixture import shards
 from softbottle.ops.mixture.activations import SOFTMAX, Activation
 from softbottle.ops.mixture.arrays import (
     Mixture,
@@ -377,9 +378,10 @@ class Head(abc.ABC):
             labels_T: the words that follow; one that is no word gives NaN.
             names: of what is wanted, [T] each unless another shape is given: "nll", as
                 of `nll`; "entropy" of P, at the temperature; "argmax", the most
-                probable word, which has no gradient; "lse", the log-normalizers of the
-                components [T, K]; "responsibilities", P(component | label) [T, K];
-                "z_loss", what `z_loss` adds to the nll.
+                probable word, and "accuracy", 1 where that is the label and else 0,
+                which have no gradient; "lse", the log-normalizers of the components
+                [T, K]; "responsibilities", P(component | label) [T, K]; "z_loss", what
+                `z_loss` adds to the nll.
             ignore_label: a label, for example -100, whose tokens have 0 of everything
                 and no gradient; their states may hold anything.
             label_smoothing: as of `loss`.
@@ -404,8 +406,12 @@ class Head(abc.ABC):
         output = (params, table_VE, bias_V)
         predictions = self.predict(output, hidden_TD, latent_mask, options)
         found = {}
-        if "argmax" in names:
-            found["argmax"] = self._argmax(output, hidden_TD, latent_mask, options)
+        if {"argmax", "accuracy"} & set(names):
+            argmax_T = self._argmax(output, hidden_TD, latent_mask, options)
+            is_label_T = argmax_T == word_ids(labels_T=labels_T)
+            accuracy_T = is_label_T.astype(jnp.float32)
+            best = {"argmax": argmax_T, "accuracy": accuracy_T}
+            found = {name: best[name] for name in best if name in names}
         others = [name for name in names if name not in found]
         if others:
             found |= objective.measure(predictions, labels_T, terms, others, options)
@@ -432,7 +438,8 @@ class Head(abc.ABC):
             table_VE: a row for each word.
             bias_V: a logit for each word; None is zero.
             hidden_TD: the states, rows and positions flattened to tokens.
-            words_TM: integers of any kind; one that is no word gives NaN.
+            words_TM: integers of any kind; inside `jit`, where values are not known,
+                one that is no word gives NaN.
             latent_mask: factors of the contexts, broadcast to [T, K, E]; None for none.
             options: how it is computed.
 
@@ -440,7 +447,8 @@ class Head(abc.ABC):
             log_p_TM, float32 or better.
 
         Raises:
-            ValueError: as `loss`; if `words_TM` has no words for each token.
+            ValueError: as `loss`; if `words_TM` has no words for each token, or one
+                that is none.
         """
         checks.states(params, hidden_TD)
         if words_TM.ndim != 2 or len(words_TM) != len(hidden_TD):
@@ -448,6 +456,7 @@ class Head(abc.ABC):
                 f"words_TM must be [tokens, words] with the {len(hidden_TD)} tokens of "
                 f"hidden_TD {hidden_TD.shape}, got {words_TM.shape}."
             )
+        checks.words(words_TM, shards.word_count(len(table_VE), options))
         output = (params, table_VE, bias_V)
         predictions = self.predict(output, hidden_TD, latent_mask, options)
         return predictions.log_probs_of(word_ids(words_TM=words_TM))

@@ -12,7 +12,9 @@ import numpy as np
 from jax.sharding import AxisType
 
 REDUCTIONS = ("sum", "mean", "none")
-MEASURES = ("nll", "entropy", "argmax", "lse", "responsibilities", "z_loss")
+MEASURES = (
+    *("nll", "entropy", "argmax", "accuracy", "lse", "responsibilities", "z_loss"),
+)
 P = ParamSpec("P")
 H = TypeVar("H")
 
@@ -104,6 +106,32 @@ def states(params: Mapping[str, jax.Array], hidden_TD: jax.Array) -> None:
                 f"hidden_TD is {width} wide, but the head's parameters are of states "
                 f"{len(array)} wide: {name} has the shape {array.shape}."
             )
+
+
+def words(words_TM: jax.Array, vocab: int, weights_T: jax.Array | None = None) -> None:
+    """Raise ValueError if a token that counts has one that is no word.
+
+    Inside `jit` values are not known, and nothing is checked.
+    """
+    arrays = [words_TM] if weights_T is None else [words_TM, weights_T]
+    if not all(_is_known(array) for array in arrays):
+        return
+    ids_TM = np.asarray(words_TM)
+    wrong_TM = (ids_TM < 0) | (ids_TM >= vocab)
+    if weights_T is not None:
+        wrong_TM &= (np.asarray(weights_T) != 0)[:, None]
+    if wrong_TM.any():
+        token, place = np.argwhere(wrong_TM)[0].tolist()
+        raise ValueError(
+            f"words_TM[{token}, {place}] is {ids_TM[token, place]}, which is none of "
+            f"the {vocab} words, 0 to {vocab - 1}."
+        )
+
+
+def _is_known(array):
+    if isinstance(array, jax.core.Tracer):
+        return False
+    return not isinstance(array, jax.Array) or array.is_fully_addressable
 
 
 def mesh(**trees: Any) -> None:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from softbottle.heads import checks, objective
 from softbottle.heads.base import Head, Params
-from softbottle.ops.mixture import reductions, word_scores
+from softbottle.ops.mixture import reductions, shards, word_scores
 from softbottle.ops.mixture.arrays import without_padding
 from softbottle.ops.mixture.likelihood import word_ids
 from softbottle.ops.mixture.options import DEFAULTS, Options, check_range
@@ -185,6 +185,8 @@ def _check(student, teacher, weights_T, options):
                 f"log_p_TM {theirs.shape} and words_TM {teacher.words_TM.shape} must "
                 "have one shape."
             )
+        words = shards.word_count(len(student.table_VE), options)
+        checks.words(teacher.words_TM, words, weights_T)
         return
     rows = len(student.table_VE)
     if isinstance(teacher, AllWords):

@@ -85,7 +85,7 @@ def measure(
     names: Sequence[str],
     options: Options,
 ) -> dict[str, jax.Array]:
-    """What `Head.measure` has, but for the argmax.
+    """What `Head.measure` has, but for argmax and accuracy.
 
     Args:
         predictions: of the tokens.

@@ -352,6 +352,16 @@ def test_a_mean_over_nothing_is_0_and_bad_input_is_named():
         ValueError, match=r"words_TM must be \[tokens, words\].*\(11,\)"
     ):
         head.log_probs_of(*point[:4], point.labels_T)
+    words_TM = np.zeros((11, 2), np.int32)
+    words_TM[3, 1] = 37
+    of_words = functools.partial(head.log_probs_of, *point[:4])
+    for given_TM in (words_TM, jnp.asarray(words_TM)):
+        with pytest.raises(
+            ValueError,
+            match=r"words_TM\[3, 1\] is 37, .* of the 37 words, 0 to 36",
+        ):
+            of_words(given_TM)
+    np.testing.assert_array_equal(np.isnan(jax.jit(of_words)(words_TM)), words_TM == 37)
 
 
 @pytest.mark.slow

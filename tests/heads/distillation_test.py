@@ -201,7 +201,8 @@ def test_padding_may_hold_anything():
         return distill(own, teacher, jnp.asarray([1.0, 0.0]))
 
     value, bars = jax.jit(jax.value_and_grad(total, (0, 1)))(table_VE, hidden_TD)
-    np.testing.assert_allclose(value, np.log(3 * np.e + 2) - 1, rtol=1e-6)
+    for each in (value, total(table_VE, hidden_TD)):
+        np.testing.assert_allclose(each, np.log(3 * np.e + 2) - 1, rtol=1e-6)
     assert all(np.all(np.isfinite(bar)) for bar in bars)
 
 
@@ -221,6 +222,11 @@ def make_student(tokens=2, words=5):
             softbottle.TopWords(jnp.zeros((2, 4)), jnp.zeros((2, 3), jnp.int32)),
             {},
             "must have one shape",
+        ),
+        (
+            softbottle.TopWords(jnp.zeros((2, 1)), jnp.asarray([[0], [5]])),
+            {},
+            r"words_TM\[1, 0\] is 5, which is none of the 5 words",
         ),
         (
             softbottle.TopWords(jnp.zeros((2, 4)), jnp.zeros((2, 4), jnp.int32)),

@@ -209,7 +209,7 @@ def test_the_rest_is_asked_for_by_name(name):
     inputs, padded = make_inputs(name)
     head, options = CASES[name].head, Options(vocab=VOCAB)
     given = oracle.cast(padded[:5], jnp.float32)
-    names = ("argmax", "lse", "responsibilities", "z_loss", "nll")
+    names = ("argmax", "accuracy", "lse", "responsibilities", "z_loss", "nll")
 
     @jax.jit
     def run(*given):
@@ -219,7 +219,9 @@ def test_the_rest_is_asked_for_by_name(name):
     found, scores = run(*given)
     assert set(found) == set(names)
     p_TV = np.exp(oracle.log_probs(name, *inputs[:4]))
-    np.testing.assert_array_equal(found["argmax"], np.argmax(p_TV, axis=1))
+    best_T = np.argmax(p_TV, axis=1)
+    np.testing.assert_array_equal(found["argmax"], best_T)
+    np.testing.assert_array_equal(found["accuracy"], best_T == inputs.labels_T)
     log_prior_TK, score_TK, lse_TK = map(np.asarray, scores)
     np.testing.assert_allclose(found["lse"], lse_TK, rtol=1e-6)
     joint_TK = np.exp(log_prior_TK + score_TK - lse_TK)
