@@ -24,7 +24,7 @@ is deleted: the file alone says what is left to do, on any machine. A line has
 or, of a run that lost its loss or did not fit into memory, `failed` with the reason.
 
 Runs come in rounds: the arms of the first question at the first learning rate and seed,
-the other arms, all arms at the other rates, and last the other seeds of the four arms
+the other arms, all arms at the other rates, and last the other seeds of the five arms
 that matter, each at its best rate.
 """
 

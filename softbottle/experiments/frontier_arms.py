@@ -82,8 +82,10 @@ ARMS = {
     "mos-7-active-2": Arm({"name": "mos", "components": 7, "active": 2}),
     "mos-15-active-2": Arm({"name": "mos", "components": 15, "active": 2}),
 }
-# The four that matter, which are trained with several seeds.
-SEVERAL_SEEDS = (SOFTMAX, "softmax-projected", "moc-7-residual", REFERENCE)
+# Those that matter, which are trained with several seeds.
+SEVERAL_SEEDS = (
+    *(SOFTMAX, "softmax-projected", "moc-7-residual", "mos-7-residual", REFERENCE),
+)
 _WARMUP, _VALIDATIONS, _WINDOWS = 0.05, 8, 40
 # An LSTM's steps wait for one another: at 1,536 wide and more one H200 does 215 TF/s of
 # their products and 560 of those with the table (docs/results/frontier.md).
