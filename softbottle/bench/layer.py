@@ -22,6 +22,7 @@ from softbottle.ops.mixture.options import Options
 Row = dict[str, Any]
 # By the name of their rows; `config.head` of each, `frequent` as a share.
 LAYERS: dict[str, Row] = {
+    "mos-1": {"name": "mos", "components": 1},
     "partition-4": {"name": "partition", "classes": 4},
     "mixtape-4": {"name": "mixtape", "components": 4, "frequent": 0.1},
     "mos-7-active-2": {"name": "mos", "components": 7, "active": 2},
