@@ -43,7 +43,7 @@ from softbottle.training import step as step_lib
 # Batches that are looked at for the order in which their widths are wanted.
 _AHEAD = 50
 # How far the loss of parameters that were read back may be from the one before.
-_SAME_LOSS = 0.02
+_SAME_LOSS = 0.005
 
 
 @dataclasses.dataclass
