@@ -96,4 +96,4 @@ def test_a_sure_word_of_a_mixtape_beside_others(scale, float64):
     exact_bars = jax.jit(jax.grad(exact))(wide)
     for bar, exact_bar in zip(*map(jax.tree.leaves, (bars, exact_bars)), strict=True):
         error = jnp.max(jnp.abs(bar.astype(jnp.float64) - exact_bar))
-        assert error <= 2e-2 * jnp.max(jnp.abs(exact_bar)), bar.shape
+        assert error < 8e-3 * jnp.max(jnp.abs(exact_bar)), bar.shape

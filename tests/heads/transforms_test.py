@@ -36,7 +36,12 @@ def exact_step(name, inputs):
 def total(head, what, args, options):
     if what == "loss":
         return head.loss(*args, options=options)
-    return jnp.sum(head.nll(*args[:5], options=options) * args[5])
+    if what == "nll":
+        return jnp.sum(head.nll(*args[:5], options=options) * args[5])
+    # Of two words, either of which may be the likelier one.
+    words_TM = jnp.stack([args[4], (args[4] + 1) % WORDS], axis=1)
+    log_p_TM = head.log_probs_of(*args[:4], words_TM, options=options)
+    return -jnp.sum(log_p_TM[:, 0] * args[5])
 
 
 SPLIT = [
@@ -48,6 +53,9 @@ SPLIT = [
     ("moc", "loss", (4, 2)),
     ("partition", "loss", (4, 2)),
     ("mixtape", "loss", (2, 4)),
+    ("moss", "log_probs_of", (2, 4)),
+    ("partition_mixed", "log_probs_of", (4, 2)),
+    ("mixtape", "log_probs_of", (2, 4)),
 ]
 
 
@@ -97,6 +105,7 @@ def test_a_split_over_data_and_vocabulary_equals_the_oracle(name, what, layout):
         ("plif_mixed", "loss", (4, 2)),
         ("moss", "nll", (2, 4)),
         ("mixtape", "nll", (4, 2)),
+        ("mixtape", "log_probs_of", (2, 4)),
     ],
 )
 def test_a_split_that_jax_does_not_check_equals_the_oracle(name, what, layout):

@@ -92,7 +92,7 @@ def _first_product(
     activation,
     options,
     peaks,
-    settled=False,
+    settled,
 ):
     """E, its row sums before rounding, the rows' maxima, and where these are."""
     del settled  # the maxima are references as good as any

@@ -141,7 +141,7 @@ def _first_product(
     activation,
     options,
     peaks,
-    settled=False,
+    settled,
 ):
     """E, row sums, references and peaks; sizes are multiples of the tiles'.
 

@@ -88,11 +88,16 @@ def check(implementation, what, components, scale, least):
     compare(result, exact, (8e-3, 8e-3, 4e-3))
 
 
-def compare(result, exact, limits, loss_limit=3e-3):
-    """The loss, and gradients by shares of their largest entries."""
-    ours, bars = result
-    exact_loss, (_, *exact_bars) = loss_and_gradient(exact)
-    np.testing.assert_allclose(ours, exact_loss, rtol=loss_limit)
+def compare(result, exact, limits):
+    """The loss, and the gradients."""
+    np.testing.assert_allclose(result[0], loss_and_gradient(exact)[0], rtol=3e-3)
+    compare_gradients(result, exact, limits)
+
+
+def compare_gradients(result, exact, limits):
+    """By shares of their largest entries."""
+    _, bars = result
+    _, (_, *exact_bars) = loss_and_gradient(exact)
     for bar, exact_bar, limit in zip(bars, exact_bars, limits, strict=True):
         error = np.max(np.abs(np.asarray(bar, np.float64) - exact_bar))
         assert error < limit * np.max(np.abs(exact_bar))
@@ -162,14 +167,25 @@ def test_products_read_all_bits_of_what_the_loss_gives_them(monkeypatch):
     assert len(called) >= 3
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("what", [loss, nll])
-def test_float32_products_of_a_gpu(what):
-    """Its sums are cut off, not rounded: 5e-6 of a logit, 0.5% of a loss of 1e-3."""
+def of_a_gpu(what):
+    """What the device makes of float32 inputs, and the problem that it sees."""
     exact, problem = make_problem(1, 0.25, jnp.float32)
     bits = Options().resolve().float32_bits
     if bits is not None:
         seen = [np.asarray(tf32(array), np.float64) for array in problem[1:3]]
         exact = exact._replace(context_TKE=seen[0], table_VE=seen[1])
-    result = run(what, problem, Options(implementation="blocked"))
-    compare(result, exact, (2e-2,) * 3, loss_limit=2e-2)
+    return run(what, problem, Options(implementation="blocked")), exact
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("what", [loss, nll])
+def test_float32_gradients_of_a_gpu(what):
+    compare_gradients(*of_a_gpu(what), (5e-3,) * 3)
+
+
+@pytest.mark.gpu
+@pytest.mark.xfail(reason="TF32 sums are cut off: the loss of 1e-3 is 5e-6 too low")
+@pytest.mark.parametrize("what", [loss, nll])
+def test_float32_losses_of_a_gpu(what):
+    result, exact = of_a_gpu(what)
+    compare(result, exact, (5e-3,) * 3)
