@@ -67,6 +67,7 @@ ARMS = {
     "softmax-time-passes": Arm({"name": "softmax"}, "passes"),
     "softmax-projected": Arm(_PROJECTED, first=True),
     "softmax-projected-tanh": Arm(_PROJECTED | {"context": "tanh"}, first=True),
+    "softmax-projected-linear": Arm(_PROJECTED | {"context": "linear"}),
     "softmax-projected-trunk": Arm(_PROJECTED, "trunk"),
     "softmax-projected-passes": Arm(_PROJECTED, "passes"),
     "sigsoftmax": Arm({"name": "sigsoftmax"}),

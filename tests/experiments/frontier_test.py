@@ -1,4 +1,3 @@
-import dataclasses
 import json
 import math
 import shutil
@@ -25,23 +24,10 @@ from softbottle.experiments.frontier_arms import ARMS, Arm, Key, Variants
 from softbottle.training import evaluate, loop, state
 from tests import commands, tiny
 
-pytestmark = pytest.mark.usefixtures(
-    "quick_keys", "shared_evaluators", "known_settings"
-)
+pytestmark = pytest.mark.usefixtures("quick_keys", "shared_evaluators")
 
 TEXT = {"train": "hash"}
 PAIR = ("softmax", "mos-7-tanh")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def known_settings():
-    """Arms without the settings of heads that this version does not have."""
-    known = {field.name for field in dataclasses.fields(configs.Head)}
-    with pytest.MonkeyPatch.context() as patch:
-        for name, arm in ARMS.items():
-            head = {key: value for key, value in arm.head.items() if key in known}
-            patch.setitem(ARMS, name, arm._replace(head=head))
-        yield
 
 
 def make_config(**fields):
