@@ -251,3 +251,4 @@ def test_lm1b_keeps_the_words_and_drops_nothing_as_the_paper_does():
     rates = dataclasses.asdict(config.regularise)
     assert set(rates.values()) == {0.0}
     assert config.model.layers == 2 and config.model.tied
+    assert config.model.bias_start == "frequency"

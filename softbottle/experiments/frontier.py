@@ -13,6 +13,7 @@ is deleted: the file alone says what is left to do, on any machine. A line has
     elapsed           wall seconds of the whole run, its process and evaluation included
     peak_bytes        the most that the run's process held on its device; null where
                       the device does not count it, as a CPU
+    train_loss        of the last two windows of train.log_every steps
     valid_loss, valid_perplexity      the best validation
     test_loss, test_perplexity        of the parameters of that validation
     validations       [step, loss] of each

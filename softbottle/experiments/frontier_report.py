@@ -127,7 +127,8 @@ def table(found: Sequence[Point]) -> str:
     """The points as a Markdown table, the lowest perplexity first."""
     titles = [
         *("arm", "head", "rate", "seeds", "test perplexity", "validation"),
-        *("seconds", "over softmax", "parameters", "peak GiB", "share of the gain"),
+        *("training", "seconds", "over softmax", "parameters", "peak GiB"),
+        "share of the gain",
     ]
     by_arm = {point.arm: point for point in found}
     softmax, reference = by_arm.get(SOFTMAX), by_arm.get(REFERENCE)
@@ -143,6 +144,7 @@ def table(found: Sequence[Point]) -> str:
             *(point.arm, f"`{point.head}`", f"{point.rate:g}", str(len(point.runs))),
             rows_lib.spread([row["test_perplexity"] for row in point.runs]),
             rows_lib.spread([row["valid_perplexity"] for row in point.runs]),
+            _training(point),
             f"{point.mean('seconds'):.4g}",
             "" if ratio is None else f"{ratio:.2f}",
             f"{point.runs[0]['parameters']:,}",
@@ -182,6 +184,12 @@ def along(found: Sequence[Point]) -> str:
     return rows_lib.table(titles, lines)
 
 
+def _training(point):
+    """The perplexity at the end of training, of the runs that have noted it."""
+    losses = [row["train_loss"] for row in point.runs if row.get("train_loss")]
+    return rows_lib.spread([math.exp(loss) for loss in losses]) if losses else ""
+
+
 def _setting(rows):
     devices = sorted({row["device"] for row in rows if "device" in row})
     versions = sorted({row["jax"] for row in rows if "jax" in row})
@@ -189,6 +197,7 @@ def _setting(rows):
         f"{', '.join(devices) or 'no device'}, jax {', '.join(versions) or 'unknown'}. "
         "The rate is the best by validation.",
         "Seconds are steps times the median step, without compilation and validations.",
+        "Training is the perplexity of a run's own last batches.",
         f"The gain is in nats over {SOFTMAX}; that of {REFERENCE}, if any, is 100%.",
     ]
 

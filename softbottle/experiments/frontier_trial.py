@@ -144,12 +144,23 @@ def measure(ended: loop.Ended) -> dict[str, Any]:
         "seconds": round(ended.summary["steps"] * median / 1e3, 3),
         "step_ms": median,
         "peak_bytes": memory.get("peak_bytes_in_use"),
+        "train_loss": train_loss(recorded),
         "valid_loss": valid_loss,
         "valid_perplexity": metrics.perplexity(valid_loss),
         "validations": [[line["step"], line["valid_loss"]] for line in valid],
         "device": device.device_kind,
         "jax": jax.__version__,
     }
+
+
+def train_loss(recorded: list[dict[str, Any]]) -> float | None:
+    """The mean loss of the last two lines of a run's metrics; None without any.
+
+    In one pass without dropout these batches are new text, too. A validation that is
+    far above them reads the text in another state than the training does.
+    """
+    losses = [line["loss"] for line in recorded if line.get("loss") is not None]
+    return statistics.fmean(losses[-2:]) if losses else None
 
 
 def step_ms(recorded: list[dict[str, Any]]) -> float:

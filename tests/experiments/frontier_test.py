@@ -21,7 +21,7 @@ from softbottle.experiments import (
     frontier_trial,
 )
 from softbottle.experiments.frontier_arms import ARMS, Arm, Key, Variants
-from softbottle.training import evaluate, loop, state
+from softbottle.training import evaluate, loop, metrics, state
 from tests import commands, tiny
 
 pytestmark = pytest.mark.usefixtures("quick_keys", "shared_evaluators")
@@ -119,6 +119,8 @@ def test_a_finished_run_is_a_row(compared):
         assert row["seconds"] == pytest.approx(17 * row["step_ms"] / 1e3, abs=1e-3)
         assert row["validations"][-1] == [17, row["valid_loss"]]
         assert row["elapsed"] > 0 and row["peak_bytes"] is None
+        trained = [line["loss"] for line in metrics.read(folder) if "loss" in line]
+        assert row["train_loss"] == pytest.approx(np.mean(trained[-2:]))
     config = json.loads((workdir / "softmax-0.01-0" / "config.json").read_text())
     optim = config["optim"]
     assert (optim["warmup_steps"], optim["decay_steps"]) == (0, 16)
@@ -331,14 +333,14 @@ def test_the_gain_is_a_share_of_that_of_the_mixture():
     rows = [
         make_row("softmax", loss=4.0),
         make_row("mos-7-tanh", loss=3.8, seconds=40.0, peak_bytes=None),
-        make_row("moc-7-tanh", loss=3.85, seconds=11.0),
+        make_row("moc-7-tanh", loss=3.85, seconds=11.0, train_loss=math.log(50)),
     ]
     text = frontier_report.table(frontier_report.points(rows)).splitlines()
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text[2:]]
-    assert [(row[0], row[7], row[9], row[10]) for row in cells] == [
-        ("mos-7-tanh", "4.00", "", "100%"),
-        ("moc-7-tanh", "1.10", "1.00", "75%"),
-        ("softmax", "1.00", "1.00", "0%"),
+    assert [(row[0], row[6], row[8], *row[10:]) for row in cells] == [
+        ("mos-7-tanh", "", "4.00", "", "100%"),
+        ("moc-7-tanh", "50.00", "1.10", "1.00", "75%"),
+        ("softmax", "", "1.00", "1.00", "0%"),
     ]
     worse = [rows[0], make_row("mos-7-tanh", loss=4.1)]
     assert "%" not in frontier_report.table(frontier_report.points(worse))
