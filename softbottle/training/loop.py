@@ -16,14 +16,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from softbottle import config as config_lib
 from softbottle import distributed, files, heads, sharding
 from softbottle import model as model_lib
 from softbottle.data import corpus as corpus_lib
-from softbottle.data import lines
+from softbottle.data import frequency, lines
 from softbottle.data.batches import Stream
 from softbottle.data.vocab import Corpus
 from softbottle.training import (
@@ -217,7 +216,7 @@ def _first_state(trainer, tx):
     config, mesh, model = trainer.config, trainer.mesh, trainer.model
     bias_V = None
     if config.model.bias_start == "frequency":
-        counts_V = np.bincount(trainer.corpus.train, minlength=model.vocab)
+        counts_V = frequency.counts(trainer.corpus.train, model.vocab)
         bias_V = heads.log_frequencies(counts_V)
     state = step_lib.init_state(config, model, tx, mesh, bias_V)
     if not config.train.init_from:
