@@ -80,6 +80,8 @@ class LinenHead(_Calls, nn.Module):
         context_dim: width of the table.
         bias: whether words have a bias.
         options: how its operations are computed.
+        bias_init: what the bias starts at. The words' log-frequencies are better than
+            zeros: `constant(softbottle.log_frequencies(counts))` of jax's initializers.
     """
 
     head: Head
@@ -87,6 +89,7 @@ class LinenHead(_Calls, nn.Module):
     context_dim: int
     bias: bool = True
     options: Options = DEFAULTS
+    bias_init: nn.initializers.Initializer = nn.initializers.zeros
 
     @nn.compact
     def _call(
@@ -96,7 +99,7 @@ class LinenHead(_Calls, nn.Module):
         table_VE = self.param("table_VE", start, (self.vocab, self.context_dim))
         bias_V = None
         if self.bias:
-            bias_V = self.param("bias_V", nn.initializers.zeros, (self.vocab,))
+            bias_V = self.param("bias_V", self.bias_init, (self.vocab,))
         width = hidden_TD.shape[-1]
         params = self.param("head", self.head.init, width, self.context_dim)
         function = getattr(self.head, name)
@@ -121,6 +124,7 @@ class NnxHead(_Calls, nnx.Module):
         bias: whether words have a bias.
         rngs: `rngs.params()` starts the parameters.
         options: how its operations are computed.
+        bias_init: what the bias starts at, as of `LinenHead`.
     """
 
     def __init__(
@@ -133,14 +137,15 @@ class NnxHead(_Calls, nnx.Module):
         bias: bool = True,
         rngs: nnx.Rngs,
         options: Options = DEFAULTS,
+        bias_init: nnx.Initializer = nn.initializers.zeros,
     ):
         scale = context_dim**-0.5
         table_VE = scale * jax.random.normal(rngs.params(), (vocab, context_dim))
         self.head, self.options = head, options
         self.table_VE = nnx.Param(table_VE)
-        self.bias_V = nnx.Param(jnp.zeros(vocab)) if bias else None
         params = head.init(rngs.params(), hidden_dim, context_dim)
         self.params = nnx.Dict({name: nnx.Param(leaf) for name, leaf in params.items()})
+        self.bias_V = nnx.Param(bias_init(rngs.params(), (vocab,))) if bias else None
 
     def _call(
         self, name: str, hidden_TD: jax.Array, *arguments: Any, **named: Any

@@ -104,6 +104,14 @@ def test_a_module_says_what_its_head_says(kind, head, bias):
 
 
 @pytest.mark.parametrize("kind", ["linen", "nnx"])
+def test_the_bias_starts_where_it_is_said_to(kind):
+    bias_V = softbottle.log_frequencies(np.arange(VOCAB))
+    start = jax.nn.initializers.constant(bias_V)
+    _, (*_, begun_V) = MAKERS[kind](HEADS["mos"], bias_init=start)
+    np.testing.assert_array_equal(begun_V, bias_V)
+
+
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
 def test_what_is_drawn_from_is_passed_on(kind):
     hidden, labels, _ = make_inputs()
     key, head = jax.random.key(1), HEADS["mos"]
