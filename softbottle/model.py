@@ -163,8 +163,8 @@ class Model:
         (chosen,) = found
         return Choices(chosen.implementation, chosen.block_tokens, recurrence)
 
-    def init(self, key: jax.Array) -> Params:
-        """The parameters that a training starts from."""
+    def init(self, key: jax.Array, bias_V: jax.Array | None = None) -> Params:
+        """The parameters that a training starts from; the bias is zero if not given."""
         table_key, output_key, backbone_key, head_key = jax.random.split(key, 4)
         model, width = self.config.model, config_lib.context_dim(self.config)
         rows = -(-self.vocab // model.vocab_multiple) * model.vocab_multiple
@@ -173,10 +173,12 @@ class Model:
             span = model.table_range
             return jax.random.uniform(key, (rows, dim), minval=-span, maxval=span)
 
+        if bias_V is None:
+            bias_V = jnp.zeros(self.vocab)
         embedded_11E = jnp.zeros((1, 1, model.embed_dim), model.compute_dtype)
         params = {
             "table_VE": table(table_key, model.embed_dim),
-            "bias_V": jnp.zeros(rows),
+            "bias_V": jnp.pad(bias_V, (0, rows - self.vocab)),
             "backbone": self.backbone.init(
                 backbone_key,
                 embedded_11E,

@@ -30,6 +30,7 @@ from softbottle import model as model_lib
 from softbottle.data import corpus as corpora
 from softbottle.data.batches import Batch, Stream, evaluation
 from softbottle.experiments.frontier_arms import fingerprint
+from softbottle.training import step as step_lib
 
 Row = dict[str, Any]
 SOFTMAX = "softmax"
@@ -215,13 +216,14 @@ class _Trainer:
         few = list(itertools.islice(passes, VALIDATED))
         full = [batch for batch in few if batch.ids_BS.shape == few[0].ids_BS.shape]
         self.validation = jax.tree.map(lambda *arrays: np.stack(arrays), *full)
+        self.bias_V = step_lib.bias_start(config.model, self.model.vocab, self.text)
         self.init = jax.jit(self.model.init)
         self.fit = jax.jit(self._fit)
         self.validate = jax.jit(self._validate)
 
     def train(self, deviation, rate, seed):
         """The validation loss, and the least share of a component."""
-        params = self.init(jax.random.key(seed))
+        params = self.init(jax.random.key(seed), self.bias_V)
         width = self.config.model.table_range / math.sqrt(3)
         for name in {"table_VE", "output_VE"} & params.keys():
             params[name] = params[name] * (deviation / width)

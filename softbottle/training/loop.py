@@ -19,10 +19,10 @@ import jax
 from jax.sharding import Mesh
 
 from softbottle import config as config_lib
-from softbottle import distributed, files, heads, sharding
+from softbottle import distributed, files, sharding
 from softbottle import model as model_lib
 from softbottle.data import corpus as corpus_lib
-from softbottle.data import frequency, lines
+from softbottle.data import lines
 from softbottle.data.batches import Stream
 from softbottle.data.vocab import Corpus
 from softbottle.training import (
@@ -214,10 +214,7 @@ def _start(trainer):
 def _first_state(trainer, tx):
     """The state of a new run, with the parameters of another if it names one."""
     config, mesh, model = trainer.config, trainer.mesh, trainer.model
-    bias_V = None
-    if config.model.bias_start == "frequency":
-        counts_V = frequency.counts(trainer.corpus.train, model.vocab)
-        bias_V = heads.log_frequencies(counts_V)
+    bias_V = step_lib.bias_start(config.model, model.vocab, trainer.corpus.train)
     state = step_lib.init_state(config, model, tx, mesh, bias_V)
     if not config.train.init_from:
         return state

@@ -13,13 +13,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from softbottle import config as config_lib
+from softbottle import heads, sharding
 from softbottle import model as model_lib
-from softbottle import sharding
+from softbottle.data import frequency
 from softbottle.data.batches import Batch
 from softbottle.training import optim, programs
 from softbottle.training.state import TrainState
@@ -175,6 +177,15 @@ def _settings():
     return dict(jax.config.values)
 
 
+def bias_start(
+    config: config_lib.Model, vocab: int, ids: np.ndarray
+) -> jax.Array | None:
+    """What `model.bias_start` asks for, of a text with so many words; None for zero."""
+    if config.bias_start == "zero":
+        return None
+    return heads.log_frequencies(frequency.counts(ids, vocab))
+
+
 def init_state(
     config: config_lib.Config,
     model: model_lib.Model,
@@ -236,9 +247,8 @@ def check_memory(
 
 def _builder(config, model, tx, bias_V=None):
     def build():
-        params = model.init(jax.random.fold_in(jax.random.key(config.seed), 2**31))
-        if bias_V is not None:
-            params["bias_V"] = params["bias_V"].at[: len(bias_V)].set(bias_V)
+        key = jax.random.fold_in(jax.random.key(config.seed), 2**31)
+        params = model.init(key, bias_V)
         carry = model.initial_carry(config.data.rows)
         return TrainState(jnp.zeros((), jnp.int32), params, tx.init(params), carry)
 

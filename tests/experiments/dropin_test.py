@@ -2,9 +2,11 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from softbottle import config as configs
+from softbottle.data import synthetic
 from softbottle.experiments import dropin
 
 
@@ -49,6 +51,23 @@ def test_started_again_it_trains_nothing_and_says_the_same(compared):
     assert [json.loads(line) for line in lines] == rows == again
     text = (workdir / "dropin.md").read_text()
     assert "| mos | 1 | 0 |" in text and "| mos tanh | 1 | 1 |" in text
+
+
+def test_the_bias_starts_where_the_config_says(tmp_path, monkeypatch):
+    for name in ("DEVIATIONS", "RATES"):
+        monkeypatch.setattr(dropin, name, (1e-3,))
+    monkeypatch.setattr(dropin, "TIED", (True,))
+    config, losses = make_config(), {}
+    config.train.steps = 1
+    for start in ("zero", "frequency"):
+        config.model.bias_start = start
+        (row,) = dropin.run(config, tmp_path / start, [], seeds=1)
+        losses[start] = row["loss"]
+    share_V = np.bincount(synthetic.corpus(config.data.synthetic).train) / 60_000
+    entropy = -share_V @ np.log(share_V)
+    assert entropy < np.log(64) - 0.03
+    assert losses["zero"] == pytest.approx(np.log(64), abs=0.01)
+    assert losses["frequency"] == pytest.approx(entropy, abs=0.01)
 
 
 def test_a_mixture_is_judged_by_its_mean_and_the_noise_of_its_learning_rate():
