@@ -6,6 +6,7 @@ What is far above the softmax is a triangle at the upper edge, with its perplexi
 Axes: N deciles of the words.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -20,6 +21,8 @@ from softbottle import drawing
 from softbottle.experiments import frontier_report
 from softbottle.experiments.frontier_arms import SOFTMAX
 
+Place = tuple[float, float]
+
 _NAMED = 8  # more points than these are numbered
 # What is shown, over the highest perplexity of the softmax, and over its by decile.
 _HIGHEST, _HIGHEST_RATIO = 1.05, 1.1
@@ -29,7 +32,7 @@ _COSTS = {
     "parameters, millions": ("parameters", 1e-6),
     "peak memory, GiB": ("peak_bytes", 2.0**-30),
 }
-# Of a label's place about its point: first to the upper right, off the frontier's line.
+# Of a label's place about its point.
 _ANGLES = math.pi * (0.25 + np.arange(16) / 8)
 
 
@@ -94,9 +97,8 @@ def _draw_costs(figure, panels, found, labels):
     }
     for axes, (_, (field, unit)) in costs.items():
         located = _located(found, field, unit)
-        name_points(
-            axes, [(place, names[p], _color(p)) for p, place in located.items()]
-        )
+        points = [(place, names[p], _color(p)) for p, place in located.items()]
+        name_points(axes, points, _front(list(located.values())))
 
 
 def _scatter(axes, found, field, unit):
@@ -174,19 +176,25 @@ def _frequencies(axes, found, labels):
 
 
 def name_points(
-    axes: matplotlib.axes.Axes, points: Sequence[tuple[tuple[float, float], str, str]]
+    axes: matplotlib.axes.Axes,
+    points: Sequence[tuple[Place, str, str]],
+    steps: Sequence[Place] = (),
 ) -> None:
-    """Write a name beside each point, where no other name and no point is.
+    """Write a name beside each point, where no other name, no point and no line is.
 
     To be called when everything else has its place (`draw_without_rendering`).
 
     Args:
         axes: where the points are.
         points: place, name and color of each.
+        steps: places that a line joins, to the right and then down.
     """
     scale = axes.figure.dpi / 72
     pixels = [tuple(axes.transData.transform(place)) for place, *_ in points]
     taken = [(x - 6, y - 6, x + 6, y + 6) for x, y in pixels]
+    corners = [tuple(axes.transData.transform(place)) for place in steps]
+    for (x, y), (right, low) in itertools.pairwise(corners):
+        taken += [(x, y, right, y), (right, low, right, y)]
     frame = axes.get_window_extent()
     for (x, y), (place, name, color) in sorted(
         zip(pixels, points, strict=True), key=lambda pair: -pair[0][1]
