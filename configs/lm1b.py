@@ -14,8 +14,8 @@ of the benchmark's 793,471 words, K = 4, sentences packed; 560,895,359 parameter
 
 Paper, test perplexity: softmax 42.77, MoS 37.10. The widths are the paper's; its
 optimizer was not published in full, and the one here is AdamW. A bias that AdamW has to
-learn from zero costs units of the state (docs/results/frontier.md): it starts at the
-words' log-frequencies.
+learn from zero costs units of the state (docs/results/frontier-zero.md): it starts at
+the words' log-frequencies.
 """
 
 from softbottle.config import Config
