@@ -7,6 +7,7 @@ import time
 import jax
 import numpy as np
 import pytest
+from matplotlib.path import Path
 
 from configs import lm1b
 from softbottle import config as configs
@@ -355,6 +356,20 @@ def test_points_without_memory_and_many_points_are_drawn():
     for rows in ([make_row("moc-7-tanh", peak_bytes=None)], every):
         assert frontier_plot.draw(rows).png().startswith(b"\x89PNG")
     assert frontier_plot.cover(every[:6]).png().startswith(b"\x89PNG")
+
+
+def test_no_name_lies_on_the_line_of_the_frontier():
+    figure = Figure(figsize=(5, 4))
+    axes = figure.subplots()
+    steps = [(1.0, 4.0), (2.0, 3.0), (9.0, 2.8), (9.5, 2.5)]
+    corners = [(1, 4), (2, 4), (2, 3), (9, 3), (9, 2.8), (9.5, 2.8), (9.5, 2.5)]
+    axes.plot(*zip(*corners, strict=True))
+    figure.draw_without_rendering()
+    points = [(place, "a name", "black") for place in steps]
+    frontier_plot.name_points(axes, points, steps)
+    line = axes.transData.transform_path(Path(corners))
+    for text in axes.texts:
+        assert not line.intersects_bbox(text.get_window_extent(), filled=False)
 
 
 @pytest.mark.slow
