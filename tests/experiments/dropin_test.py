@@ -53,6 +53,7 @@ def test_started_again_it_trains_nothing_and_says_the_same(compared):
     assert "| mos | 1 | 0 |" in text and "| mos tanh | 1 | 1 |" in text
 
 
+@pytest.mark.slow
 def test_the_bias_starts_where_the_config_says(tmp_path, monkeypatch):
     for name in ("DEVIATIONS", "RATES"):
         monkeypatch.setattr(dropin, name, (1e-3,))
