@@ -10,7 +10,9 @@ r"""Which head for which cost: perplexity against time, parameters and memory.
 Every arm at every learning rate is one run over the text. Finished runs are lines of
 frontier.jsonl in --workdir, with a table in frontier.md and a picture in frontier.png.
 Started again it trains what has no line yet, on another machine too if the file is
-copied there. --minutes ends it in time, and it says what is missing.
+copied there. --minutes ends it in time, and it says what is missing. Other rates and
+seeds of an arm take as long as its first run: with --untimed they can be trained by
+several processes at once, each with a --workdir of its own, and their lines joined.
 """
 
 from softbottle.cli import program
@@ -36,6 +38,11 @@ SEEDS = flags.DEFINE_list(
     f"{', '.join(frontier_arms.SEVERAL_SEEDS)}.",
 )
 DRAW = flags.DEFINE_bool("draw", False, "Train nothing; draw what there is.")
+UNTIMED = flags.DEFINE_bool(
+    "untimed",
+    False,
+    "Other work shares the device: record no times. The arm's timed runs speak for it.",
+)
 KEEP = flags.DEFINE_bool("keep", False, "Keep the folders of finished runs.")
 program.define_compilation_cache()
 
@@ -51,4 +58,6 @@ def main() -> None:
     if CONFIG.value is None:
         raise app.UsageError("--config is needed, for example --config lm1b")
     processes.leave_devices()
-    frontier.run(CONFIG.value, WORKDIR.value, grid, MINUTES.value, KEEP.value)
+    frontier.run(
+        *(CONFIG.value, WORKDIR.value, grid, MINUTES.value, KEEP.value, UNTIMED.value)
+    )

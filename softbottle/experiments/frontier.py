@@ -7,7 +7,8 @@ is deleted: the file alone says what is left to do, on any machine. A line has
     arm, head, learning_rate, seed, parameters, steps
     flop              6 flop per token and parameter of all steps (model.step_flop)
     seconds           of training: steps times the median of step_ms. Neither
-                      compilation nor validations nor checkpoints are in it
+                      compilation nor validations nor checkpoints are in it. Null
+                      where others shared the device, as is step_ms
     step_ms           median over the run's windows of train.log_every steps of the wall
                       time per step
     elapsed           wall seconds of the whole run, its process and evaluation included
@@ -104,6 +105,7 @@ def run(
     grid: Grid,
     minutes: float | None = None,
     keep: bool = False,
+    untimed: bool = False,
 ) -> list[Row]:
     """Train what has no row yet, in order, and draw the frontier.
 
@@ -114,6 +116,8 @@ def run(
         minutes: after which the run under way is stopped; a run that is not expected
             to end in time is not started. None for no limit.
         keep: leave the folders of finished runs.
+        untimed: others share the device, so that times would mean nothing: the rows
+            have none.
 
     Returns:
         All rows, those of earlier calls included.
@@ -152,6 +156,8 @@ def run(
         if outcome is None:
             return status
         spent = round(time.monotonic() - began, 3)
+        if untimed and "failed" not in outcome:
+            outcome |= {"seconds": None, "step_ms": None}
         rows.append(_row(key, variant, outcome, spent))
         rows_lib.write(workdir / _ROWS, rows)
         frontier_report.write_table(workdir, rows, _named(grid, rows, broken))

@@ -1,7 +1,8 @@
 """The frontier's rows as a table.
 
 Of an arm's learning rates the one with the lowest validation loss is shown, and no test
-text has a say in it. With several seeds at that rate the numbers are their means.
+text has a say in it. With several seeds at that rate the numbers are their means. A run
+that was not timed has the time of the arm's others, which no rate or seed changes.
 """
 
 import dataclasses
@@ -75,10 +76,13 @@ def points(rows: Sequence[Row]) -> list[Point]:
         rate = best_rate(rows, arm)
         if rate is None:
             continue
+        ended = [row for row in rows if row["arm"] == arm and "failed" not in row]
+        timed = [row["seconds"] for row in ended if row["seconds"] is not None]
+        mean = statistics.fmean(timed) if timed else None
         runs = [
-            row
-            for row in rows
-            if (row["arm"], row["learning_rate"]) == (arm, rate) and "failed" not in row
+            row | {"seconds": mean} if row["seconds"] is None else row
+            for row in ended
+            if row["learning_rate"] == rate
         ]
         found.append(Point(arm, runs[0]["head"], rate, runs))
     return found
@@ -110,7 +114,7 @@ def write_table(
     elif missing:
         heading += ": partial, some runs are missing"
     text = [heading, "", *_setting(rows), "", table(found), ""]
-    if any(point.arm == SOFTMAX for point in found):
+    if any(point.arm == SOFTMAX and point.mean("seconds") > 0 for point in found):
         text += ["## Which head for how much time", "", recommendations(found), ""]
     text += ["## Validation perplexity along the training", "", along(found), ""]
     failed = [row for row in rows if "failed" in row]
@@ -137,15 +141,16 @@ def table(found: Sequence[Point]) -> str:
         ratio = share = None
         if softmax:
             ratio = point.mean("seconds") / softmax.mean("seconds")
+            ratio = None if math.isnan(ratio) else ratio
         if softmax and reference and softmax.loss > reference.loss:
             share = (softmax.loss - point.loss) / (softmax.loss - reference.loss)
-        peak = point.mean("peak_bytes")
+        seconds, peak = point.mean("seconds"), point.mean("peak_bytes")
         cells = [
             *(point.arm, f"`{point.head}`", f"{point.rate:g}", str(len(point.runs))),
             rows_lib.spread([row["test_perplexity"] for row in point.runs]),
             rows_lib.spread([row["valid_perplexity"] for row in point.runs]),
             _training(point),
-            f"{point.mean('seconds'):.4g}",
+            "" if math.isnan(seconds) else f"{seconds:.4g}",
             "" if ratio is None else f"{ratio:.2f}",
             f"{point.runs[0]['parameters']:,}",
             "" if math.isnan(peak) else f"{peak / 2**30:.2f}",

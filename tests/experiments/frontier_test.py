@@ -350,10 +350,38 @@ def test_the_gain_is_a_share_of_that_of_the_mixture():
     assert best == ["softmax", *3 * ["moc-7-tanh"], "mos-7-tanh"]
 
 
+def test_runs_beside_others_have_no_time_of_their_own(tmp_path, started):
+    grid = frontier.Grid(["softmax"], [0.01])
+    (row,) = frontier.run(make_config(), tmp_path, grid, untimed=True)
+    assert row["seconds"] is None and row["step_ms"] is None
+    assert row["elapsed"] > 0 and row["valid_loss"] == 4.0
+    text = (tmp_path / "frontier.md").read_text()
+    assert "nan" not in text and "Which head" not in text
+
+
+def test_an_untimed_run_takes_as_long_as_the_arms_others():
+    rows = [
+        *(make_row("softmax", seed=0), make_row("softmax", seed=1, seconds=None)),
+        make_row("moc-7-tanh", 0.002, loss=3.9, seconds=12.0),
+        make_row("moc-7-tanh", 0.004, loss=3.8, seconds=None),
+        make_row("mos-7-tanh", loss=3.7, seconds=None),
+    ]
+    points = frontier_report.points(rows)
+    assert [point.mean("seconds") for point in points[:2]] == [10.0, 12.0]
+    cells = [line.split("|") for line in frontier_report.table(points).splitlines()[2:]]
+    assert [(row[1].strip(), row[8].strip(), row[9].strip()) for row in cells] == [
+        *(("mos-7-tanh", "", ""), ("moc-7-tanh", "12", "1.20")),
+        ("softmax", "10", "1.00"),
+    ]
+    advice = frontier_report.recommendations(points)
+    assert "mos-7-tanh" not in advice and "moc-7-tanh" in advice
+
+
 @pytest.mark.slow
 def test_points_without_memory_and_many_points_are_drawn():
     every = [make_row(arm, loss=4 + 0.01 * n) for n, arm in enumerate(ARMS)]
-    for rows in ([make_row("moc-7-tanh", peak_bytes=None)], every):
+    unknown = make_row("moc-7-tanh", peak_bytes=None, seconds=None)
+    for rows in ([unknown], every):
         assert frontier_plot.draw(rows).png().startswith(b"\x89PNG")
     assert frontier_plot.cover(every[:6]).png().startswith(b"\x89PNG")
 
