@@ -8,7 +8,9 @@ r"""The papers' tables: train, finetune, evaluate, and our numbers beside theirs
 
 Tables: ptb, wt2, ranks (of log P, on PTB), time (per step), lm1b. Every stage that is
 done is a line of reproduce.jsonl in --workdir; the table is TABLE.md there. Started
-again it goes on where it stopped: at the end of --minutes, by Ctrl-C or SIGTERM.
+again it goes on where it stopped: at the end of --minutes, by Ctrl-C or SIGTERM. Small
+models leave room on a GPU: several processes, each with heads of its own, a --workdir
+of its own and --untimed, can share one, and their lines be joined in one file.
 """
 
 import json
@@ -41,6 +43,9 @@ SCALE = program.define_float(
 AS_IS = flags.DEFINE_bool(
     "as_is", False, "Train no further; evaluate what was cut short as it is."
 )
+UNTIMED = flags.DEFINE_bool(
+    "untimed", False, "Other work shares the device: record no times of trainings."
+)
 SET = flags.DEFINE_multi_string(
     "set", [], "A setting of all runs: data.path=data/ptb, train.epochs=350."
 )
@@ -58,7 +63,10 @@ def main() -> None:
         dict(map(_setting, SET.value)),
     )
     processes.leave_devices()
-    reproduce.run(grid, WORKDIR.value, configs.load, MINUTES.value, AS_IS.value)
+    reproduce.run(
+        *(grid, WORKDIR.value, configs.load),
+        *(MINUTES.value, AS_IS.value, UNTIMED.value),
+    )
 
 
 def _setting(text):

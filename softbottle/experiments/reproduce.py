@@ -9,7 +9,8 @@ process of its own (reproduce_stage.py), and what it came to is a line of
     failed            the reason, of a loss that is not finite or a lack of memory
     complete          whether the run that was measured had come to its end
     progress          how far it had come, if not
-    steps, epochs, parameters, validations, step_ms ...     of a training
+    steps, epochs, parameters, validations, step_ms ...     of a training; no step_ms
+                      where others shared the device
     valid, test       perplexities, by `static`, `dynamic` and `cache`
     rank, bound, effective, divergence                      by `rank`
     step_ms, head_ms ...                                    by `time`
@@ -26,6 +27,7 @@ from typing import Any
 from softbottle.experiments import processes, reproduce_report, reproduce_stage
 from softbottle.experiments import rows as rows_lib
 from softbottle.experiments.reproduce_plan import Grid, Load, Plan, Unit
+from softbottle.experiments.reproduce_tables import TABLES
 from softbottle.training import checkpoint, lock
 
 Row = dict[str, Any]
@@ -48,6 +50,7 @@ def run(
     load: Load,
     minutes: float | None = None,
     as_is: bool = False,
+    untimed: bool = False,
 ) -> dict[Unit, Row]:
     """Do what is left of a table, in order, and write it.
 
@@ -57,25 +60,29 @@ def run(
         load: the config of a value of --config, such as `ptb:mos,et`.
         minutes: after which the stage under way is stopped; None for no limit.
         as_is: train nothing, and measure runs that were cut short as well.
+        untimed: others share the device, so that times would mean nothing: trainings
+            have none.
 
     Returns:
         All rows of the workdir, by unit.
 
     Raises:
         ValueError: for heads and settings that cannot be, for rows of other settings or
-            of another text, for a stage that was refused, and where another process
-            is at work in the same workdir.
+            of another text, for a stage that was refused, for a table of times that is
+            not to be timed, and where another process is at work in the same workdir.
     """
     workdir = pathlib.Path(workdir)
+    if untimed and TABLES[grid.table].words:
+        raise ValueError(f"the table {grid.table!r} is of times; leave out --untimed.")
     plan, rows = Plan(grid, workdir, load), read(workdir)
     for unit, mark in plan.fingerprints.items():
         rows_lib.check(workdir / _ROWS, unit, rows.get(unit), mark)
     with lock.Lock(workdir):
         # Another process may have written since.
-        return _finish(plan, workdir, read(workdir), minutes, as_is)
+        return _finish(plan, workdir, read(workdir), minutes, as_is, untimed)
 
 
-def _finish(plan, workdir, rows, minutes, as_is):
+def _finish(plan, workdir, rows, minutes, as_is, untimed):
     """Do what can be done, write the table, and say what is left."""
     broken, tried = {}, set()
 
@@ -93,6 +100,8 @@ def _finish(plan, workdir, rows, minutes, as_is):
         row, status = _row(plan, workdir, rows, unit, seconds)
         if row is None:
             return status
+        if untimed and "step_ms" in row:
+            row |= {"seconds": None, "step_ms": None}
         rows[unit] = row
         rows_lib.write(workdir / _ROWS, rows.values())
         reproduce_report.write(plan, workdir, rows, left(plan, rows), broken)

@@ -160,11 +160,17 @@ def _runs(plan, rows):
                 f"{row['steps']:,}",
                 f"{row['parameters']:,}",
                 f"{row['valid_perplexity']:.2f}",
-                f"{row['step_ms']:.2f}",
-                f"{row['elapsed'] / 60:.1f}",
+                *_times(row),
             ]
         lines.append(cells)
     return rows_lib.table(titles, lines) if lines else ""
+
+
+def _times(row):
+    """Cells of a training: ms per step and minutes, none of a shared device."""
+    if row["step_ms"] is None:
+        return "", ""
+    return f"{row['step_ms']:.2f}", f"{row['elapsed'] / 60:.1f}"
 
 
 def _steps(plan, rows):

@@ -254,6 +254,30 @@ def test_heads_and_seeds_come_one_after_the_other_each_with_all_stages(tmp_path,
     assert stubs[1] == 4 * [*stages]
 
 
+def test_tables_of_processes_that_shared_a_device_can_be_joined(
+    tmp_path, stubs, monkeypatch
+):
+    heads, lines = ("softmax", "mos"), []
+    for head in heads:
+        rows = reproduce.run(Grid("ranks", [head]), tmp_path / head, load, untimed=True)
+        assert rows[Unit(head, 7, "train")]["step_ms"] is None
+        lines.append((tmp_path / head / "reproduce.jsonl").read_text())
+    (tmp_path / "reproduce.jsonl").write_text("".join(lines))
+    monkeypatch.setattr(reproduce_stage, "supervise", no_stage)
+    reproduce.run(Grid("ranks", heads), tmp_path, load)
+    page = (tmp_path / "ranks.md").read_text()
+    assert page.startswith("# Ranks of log P on Penn Treebank\n")
+    for head in heads:
+        assert f"| {head} | not finetuned, static, test | 5.00 | 1 |" in page
+    assert page.count("| 51 | 99 | 4.00 |  |  |") == 2
+
+
+def test_a_table_of_times_is_timed(tmp_path):
+    with pytest.raises(ValueError, match="table 'time' is of times; leave out"):
+        reproduce.run(Grid("time"), tmp_path / "new", load, untimed=True)
+    assert not (tmp_path / "new").exists()
+
+
 def test_without_seeds_every_head_has_that_of_its_recipe(tmp_path):
     def recipe(value):
         return tiny.change(load(value), seed=141 if ":softmax" in value else 28)
