@@ -1,6 +1,7 @@
 """A language model: table, backbone and head, and pure methods of their parameters.
 
     embedded = rowdrop(table)[ids];  hidden, raw = backbone(embedded);
+    nll      = head(gain * hidden)
     loss     = sum nll / count + alpha mean(hidden^2) + beta mean((raw_t+1 - raw_t)^2)
 
 The model owns the table and the bias. The means of the two penalties (AR on the
@@ -217,18 +218,19 @@ class Model:
         """
         trunk_key, latent_key = jax.random.split(key)
         states = self._trunk(params, batch, carry, trunk_key)
+        hidden_BSD = self.read(states.hidden_BSD)
         output, cache_config = self.output(params), self.config.cache
         mask = self._latent_mask(latent_key, batch.ids_BS.shape)
         keywords = {"latent_mask": mask, "options": self.options}
         tokens: tuple[Any, Any, Any] = (
-            states.hidden_BSD,
+            hidden_BSD,
             batch.labels_BS,
             batch.weights_BS,
         )
         penalty = _penalty(self.config.regularise, states, batch.weights_BS)
         if self.config.regularise.balance:
             penalty += self.config.regularise.balance * self._unevenness(
-                output[0], states.hidden_BSD, batch.weights_BS
+                output[0], hidden_BSD, batch.weights_BS
             )
         if cache_config.objective == "plain":
             if self.head.draws:
@@ -237,7 +239,7 @@ class Model:
                 *output, *map(_flat, tokens), **keywords
             )
         else:
-            memory = _history(states.hidden_BSD, batch)
+            memory = _history(hidden_BSD, batch)
             total = self._split(self.cached.loss, total=True)(
                 *output, *tokens, memory, **keywords
             )
@@ -250,7 +252,12 @@ class Model:
     def hidden(self, params: Params, batch: Batch, carry: Any) -> tuple[jax.Array, Any]:
         """(hidden_BSD, carry): what the head reads, without dropout."""
         states = self._trunk(params, batch, carry, None)
-        return states.hidden_BSD, states.carry
+        return self.read(states.hidden_BSD), states.carry
+
+    def read(self, hidden: jax.Array) -> jax.Array:
+        """What the head reads of the backbone's states: `model.gain` times them."""
+        gain = self.config.model.gain
+        return hidden if gain == 1 else gain * hidden
 
     def nll(self, params: Params, batch: Batch, carry: Any) -> tuple[jax.Array, Any]:
         """(nll_BS, carry), without dropout; 0 in padding."""

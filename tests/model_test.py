@@ -135,6 +135,22 @@ def test_a_head_without_mixture_weights_has_nothing_to_balance(head):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("backbone", ["awd_lstm", "transformer"])
+def test_a_gain_multiplies_what_the_head_reads_and_nothing_else(backbone):
+    config, batch = make_config("mos", backbone, activation=1.0), make_batch()
+    plain, params = make(config)
+    config.model.gain = 3.0
+    model, _ = make(config)
+    hidden_BSD = 3 * hidden_of(plain, params, batch)
+    np.testing.assert_allclose(hidden_of(model, params, batch), hidden_BSD, **CLOSE)
+    loss = loss_of(model, params, batch)
+    tokens = (hidden_BSD.reshape(-1, LAST), batch.labels_BS.reshape(-1))
+    total = jax.jit(model.head.loss)(*model.output(params), *tokens)
+    np.testing.assert_allclose(loss.total, total, **CLOSE)
+    assert loss.penalty == loss_of(plain, params, batch).penalty > 0
+
+
+@pytest.mark.slow
 def test_tar_reads_the_raw_states_and_ar_the_dropped_ones():
     batch = make_batch()
     penalties = {}

@@ -211,7 +211,8 @@ def make_reader(run: Run) -> Reader:
             mutable=["intermediates"],
         )
         between = variables.get("intermediates", {})
-        return (embedded_BSE, trunk.hidden_BSD, between), trunk.carry
+        hidden_BSD = run.model.read(trunk.hidden_BSD)
+        return (embedded_BSE, hidden_BSD, between), trunk.carry
 
     def read(params, ids):
         _check(ids)

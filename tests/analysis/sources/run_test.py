@@ -15,7 +15,7 @@ from softbottle.data import corpus
 from softbottle.training import checkpoint, evaluate, state
 from tests import tiny
 
-VOCAB, LENGTH = 13, 8
+VOCAB, LENGTH, GAIN = 13, 8, 1.5
 IDS = np.random.default_rng(0).integers(0, VOCAB, 3 * LENGTH + 4)
 
 
@@ -31,6 +31,7 @@ def make_config(backbone, layers):
         model__layers=layers,
         model__attention_heads=2,
         model__scan_layers=True,
+        model__gain=GAIN,
     )
 
 
@@ -49,8 +50,12 @@ def test_every_layer_of_an_lstm_is_seen_and_its_state_carries_over():
     np.testing.assert_allclose(found.states[0], expected_SI, rtol=1e-6)
     for depth in range(2):
         expected_SI = lstm(expected_SI, run.params["backbone"][f"layer_{depth}"])
+        # What the head reads is the last state times the gain.
         np.testing.assert_allclose(
-            found.states[depth + 1], expected_SI, rtol=1e-4, atol=1e-6
+            found.states[depth + 1],
+            (GAIN if depth else 1) * expected_SI,
+            rtol=1e-4,
+            atol=1e-6,
         )
 
 
