@@ -4,15 +4,17 @@ r"""Which head for which cost: perplexity against time, parameters and memory.
         --config.data.path=data/books --config.data.rows=256
     softbottle frontier --config lm1b --workdir runs/frontier \
         --config.data.path=data/books --config.data.rows=256 \
-        --minutes 20 --arms softmax,moc-7-residual,mos-7-tanh --learning_rates 0.004
+        --minutes 20 --arms softmax,moc-7-residual,mos-7-tanh --learning_rates 0.004 \
+        --gains 1,4
     softbottle frontier --workdir runs/frontier --draw
 
-Every arm at every learning rate is one run over the text. Finished runs are lines of
-frontier.jsonl in --workdir, with a table in frontier.md and a picture in frontier.png.
-Started again it trains what has no line yet, on another machine too if the file is
-copied there. --minutes ends it in time, and it says what is missing. Other rates and
-seeds of an arm take as long as its first run: with --untimed they can be trained by
-several processes at once, each with a --workdir of its own, and their lines joined.
+Every arm at every learning rate and gain is one run over the text. Finished runs are
+lines of frontier.jsonl in --workdir, with a table in frontier.md and a picture in
+frontier.png. Started again it trains what has no line yet, on another machine too if
+the file is copied there. --minutes ends it in time, and it says what is missing. Other
+rates, gains and seeds of an arm take as long as its first run: with --untimed they can
+be trained by several processes at once, each with a --workdir of its own, and their
+lines joined.
 """
 
 from softbottle.cli import program
@@ -31,6 +33,9 @@ ARMS = flags.DEFINE_list(
     "arms", list(frontier_arms.ARMS), "What is compared; all by default."
 )
 RATES = flags.DEFINE_list("learning_rates", ["0.002", "0.004"], "Of every arm.")
+GAINS = flags.DEFINE_list(
+    "gains", None, "Factors on the states, of every arm; the config's by default."
+)
 SEEDS = flags.DEFINE_list(
     "seeds",
     ["0"],
@@ -51,7 +56,9 @@ def main() -> None:
     """Train and draw what the flags say."""
     frontier_arms.check_names(ARMS.value)
     rates = [float(rate) for rate in RATES.value]
-    grid = frontier.Grid(ARMS.value, rates, [int(seed) for seed in SEEDS.value])
+    gains = [float(gain) for gain in GAINS.value] if GAINS.value else None
+    seeds = [int(seed) for seed in SEEDS.value]
+    grid = frontier.Grid(ARMS.value, rates, seeds, gains)
     if DRAW.value:
         frontier.report(WORKDIR.value, grid)
         return

@@ -1,10 +1,12 @@
 """Heads by what they cost: perplexity against time, parameters and memory.
 
-Every arm (frontier_arms.py) at every learning rate is an ordinary run in a folder of
-its own (frontier_trial.py). A finished run is a line of `frontier.jsonl` and its folder
-is deleted: the file alone says what is left to do, on any machine. A line has
+Every arm (frontier_arms.py) at every learning rate and gain is an ordinary run in a
+folder of its own (frontier_trial.py). A finished run is a line of `frontier.jsonl` and
+its folder is deleted: the file alone says what is left to do, on any machine. A line
+has
 
     arm, head, learning_rate, seed, parameters, steps
+    gain              of the states, model.gain; 1 where a line has none
     flop              6 flop per token and parameter of all steps (model.step_flop)
     seconds           of training: steps times the median of step_ms. Neither
                       compilation nor validations nor checkpoints are in it. Null
@@ -25,9 +27,9 @@ is deleted: the file alone says what is left to do, on any machine. A line has
 
 or, of a run that lost its loss or did not fit into memory, `failed` with the reason.
 
-Runs come in rounds: the arms of the first question at the first learning rate and seed,
-the other arms, all arms at the other rates, and last the other seeds of the five arms
-that matter, each at its best rate.
+Runs come in rounds: the arms of the first question at the first learning rate, gain and
+seed, the other arms, all arms at the other gains and rates, and last the other seeds of
+the five arms that matter, each at its best rate and gain.
 """
 
 import math
@@ -49,7 +51,7 @@ from softbottle.experiments import (
     processes,
 )
 from softbottle.experiments import rows as rows_lib
-from softbottle.experiments.frontier_arms import ARMS, Key, Variant, Variants
+from softbottle.experiments.frontier_arms import ARMS, Key, Setting, Variant, Variants
 from softbottle.training import metrics
 
 Row = dict[str, Any]
@@ -63,24 +65,31 @@ class Grid(NamedTuple):
         arms: names of frontier_arms.ARMS.
         rates: learning rates of every arm.
         seeds: the first for all, the others for `frontier_arms.SEVERAL_SEEDS`.
+        gains: values of `model.gain` for every arm; None for the config's alone.
     """
 
     arms: Sequence[str] = tuple(ARMS)
     rates: Sequence[float] = (0.002, 0.004)
     seeds: Sequence[int] = (0,)
+    gains: Sequence[float] | None = None
 
 
 def plan(grid: Grid, rows: Sequence[Row]) -> list[Key]:
-    """All runs in their order; the rates of the last round depend on the rows."""
+    """All runs in their order; the settings of the last round depend on the rows.
+
+    Without gains those of the rows are meant, or 1 if there is no row.
+    """
     arms = [name for name in ARMS if name in grid.arms]
     arms.sort(key=lambda name: not ARMS[name].first)
     seed, *others = grid.seeds
-    keys = [Key(arm, rate, seed) for rate in grid.rates for arm in arms]
+    gains = grid.gains or sorted({_key(row).gain for row in rows}) or [1.0]
+    settings = [Setting(rate, gain) for rate in grid.rates for gain in gains]
+    keys = [Key(arm, rate, seed, gain) for rate, gain in settings for arm in arms]
     for other in others:
         for arm in frontier_arms.SEVERAL_SEEDS:
             if arm in arms:
-                rate = frontier_report.best_rate(rows, arm)
-                keys.append(Key(arm, grid.rates[0] if rate is None else rate, other))
+                best = frontier_report.best_setting(rows, arm) or settings[0]
+                keys.append(Key(arm, best.rate, other, best.gain))
     return keys
 
 
@@ -128,6 +137,8 @@ def run(
     """
     workdir, rows = pathlib.Path(workdir), read(workdir)
     frontier_arms.check_names(grid.arms)
+    if grid.gains is None:
+        grid = grid._replace(gains=[config.model.gain])
     corpus = corpus_lib.load(config.data)
     vocab, text = len(corpus.vocab), corpus_lib.digest(corpus)
     stream = lines.stream(config.data, corpus.vocab, corpus.train, config.seed)
@@ -208,6 +219,7 @@ def _row(key: Key, variant: Variant, outcome: Row, spent: float) -> Row:
         "head": variant.head,
         "learning_rate": key.rate,
         "seed": key.seed,
+        "gain": key.gain,
         "parameters": variant.parameters,
         "steps": variant.steps,
         "flop": variant.flop,
@@ -218,7 +230,7 @@ def _row(key: Key, variant: Variant, outcome: Row, spent: float) -> Row:
 
 
 def _key(row):
-    return Key(row["arm"], row["learning_rate"], row["seed"])
+    return Key(row["arm"], row["learning_rate"], row["seed"], row.get("gain", 1.0))
 
 
 def _expected(key, variant, rows, workdir):

@@ -95,16 +95,25 @@ _LSTM_SLOWER = 2.6
 _FREE = ("train.", "mesh.", "data.path", "data.cache", "format")
 
 
+class Setting(NamedTuple):
+    """What is tried of every arm: the learning rate and `model.gain`."""
+
+    rate: float
+    gain: float = 1.0
+
+
 class Key(NamedTuple):
     """Which run."""
 
     arm: str
     rate: float
     seed: int
+    gain: float = 1.0
 
     def __str__(self) -> str:
         """The name of its folder."""
-        return f"{self.arm}-{self.rate:g}-{self.seed}"
+        gain = "" if self.gain == 1 else f"-gain-{self.gain:g}"
+        return f"{self.arm}-{self.rate:g}-{self.seed}{gain}"
 
 
 class Variant(NamedTuple):
@@ -164,8 +173,8 @@ class Variants:
         self._steps = min(steps, config.train.steps or steps)
         self._models: dict[str, _Model] = {}
 
-    def make(self, name: str, rate: float, seed: int) -> Variant:
-        """The run of an arm at a learning rate with a seed.
+    def make(self, name: str, rate: float, seed: int, gain: float = 1.0) -> Variant:
+        """The run of an arm at a learning rate and a gain with a seed.
 
         Raises:
             ValueError: naming the arm, if this version has no such head or the config
@@ -179,7 +188,7 @@ class Variants:
         model = self._models[name]
         config = config_lib.from_dict(config_lib.to_dict(model.config))
         steps = model.passes * self._steps
-        config.seed = seed
+        config.seed, config.model.gain = seed, gain
         optim, train = config.optim, config.train
         optim.learning_rate, optim.end_factor = rate, 0.0
         # The last update has the rate 0, as in docs/results/lm1b.md.

@@ -110,7 +110,7 @@ def _scatter(axes, found, field, unit):
         seeds = [min(run["test_perplexity"], edge) for run in point.runs]
         axes.vlines(x, min(seeds), max(seeds), color=_color(point), lw=1)
     if not located:
-        axes.text(0.5, 0.5, "not counted on this device", ha="center")
+        axes.text(0.5, 0.5, "not measured", ha="center", transform=axes.transAxes)
         return
     front = _front(list(located.values()))
     axes.step(
@@ -140,7 +140,7 @@ def _frequencies(axes, found, labels):
     )
     softmax = [point for point in found if point.arm == SOFTMAX]
     if not softmax:
-        axes.text(0.5, 0.5, "the softmax is missing", ha="center")
+        axes.text(0.5, 0.5, "no softmax", ha="center", transform=axes.transAxes)
         return
     base_N = _losses(softmax[0])
     ends = []

@@ -1,8 +1,9 @@
 """The frontier's rows as a table.
 
-Of an arm's learning rates the one with the lowest validation loss is shown, and no test
-text has a say in it. With several seeds at that rate the numbers are their means. A run
-that was not timed has the time of the arm's others, which no rate or seed changes.
+Of an arm's learning rates and gains those with the lowest validation loss are shown,
+and no test text has a say in it. With several seeds of these the numbers are their
+means. A run that was not timed has the time of the arm's others, which no rate, gain or
+seed changes.
 """
 
 import dataclasses
@@ -14,7 +15,7 @@ from typing import Any
 
 from softbottle import files
 from softbottle.experiments import rows as rows_lib
-from softbottle.experiments.frontier_arms import ARMS, REFERENCE, SOFTMAX, Key
+from softbottle.experiments.frontier_arms import ARMS, REFERENCE, SOFTMAX, Key, Setting
 
 Row = dict[str, Any]
 # Budgets of time over the softmax's, each of which has a recommendation.
@@ -23,11 +24,11 @@ BUDGETS = (1.0, 1.1, 1.3, 2.0, math.inf)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Point:
-    """An arm at its best learning rate, means over the seeds."""
+    """An arm at its best learning rate and gain, means over the seeds."""
 
     arm: str
     head: str
-    rate: float
+    setting: Setting
     runs: list[Row]
 
     def mean(self, field: str) -> float:
@@ -46,35 +47,35 @@ class Point:
         return statistics.fmean(row["test_perplexity"] for row in self.runs)
 
 
-def best_rate(rows: Sequence[Row], arm: str) -> float | None:
-    """The learning rate of an arm with the lowest validation loss; None without runs.
+def best_setting(rows: Sequence[Row], arm: str) -> Setting | None:
+    """The rate and gain of an arm with the lowest validation loss; None without runs.
 
-    Rates are compared on the seeds that all of them have, if there are any.
+    They are compared on the seeds that all of them have, if there are any.
     """
-    losses: dict[float, dict[int, float]] = {}
+    losses: dict[Setting, dict[int, float]] = {}
     for row in rows:
         if row["arm"] == arm and "failed" not in row:
-            by_seed = losses.setdefault(row["learning_rate"], {})
+            by_seed = losses.setdefault(_setting(row), {})
             by_seed[row["seed"]] = row["valid_loss"]
     if not losses:
         return None
     shared = set.intersection(*(set(by_seed) for by_seed in losses.values()))
 
-    def loss(rate):
-        by_seed = losses[rate]
+    def loss(setting):
+        by_seed = losses[setting]
         return statistics.fmean(by_seed[seed] for seed in shared or by_seed)
 
     return min(losses, key=loss)
 
 
 def points(rows: Sequence[Row]) -> list[Point]:
-    """Every arm that has a run, at its best rate, in the arms' order."""
+    """Every arm that has a run, at its best rate and gain, in the arms' order."""
     order = {arm: place for place, arm in enumerate(ARMS)}
     arms = dict.fromkeys(row["arm"] for row in rows)
     found = []
     for arm in sorted(arms, key=lambda arm: order.get(arm, len(order))):
-        rate = best_rate(rows, arm)
-        if rate is None:
+        best = best_setting(rows, arm)
+        if best is None:
             continue
         ended = [row for row in rows if row["arm"] == arm and "failed" not in row]
         timed = [row["seconds"] for row in ended if row["seconds"] is not None]
@@ -82,9 +83,9 @@ def points(rows: Sequence[Row]) -> list[Point]:
         runs = [
             row | {"seconds": mean} if row["seconds"] is None else row
             for row in ended
-            if row["learning_rate"] == rate
+            if _setting(row) == best
         ]
-        found.append(Point(arm, runs[0]["head"], rate, runs))
+        found.append(Point(arm, runs[0]["head"], best, runs))
     return found
 
 
@@ -113,7 +114,7 @@ def write_table(
         heading += f": partial, without {', '.join(absent)}"
     elif missing:
         heading += ": partial, some runs are missing"
-    text = [heading, "", *_setting(rows), "", table(found), ""]
+    text = [heading, "", *_about(rows), "", table(found), ""]
     if any(point.arm == SOFTMAX and point.mean("seconds") > 0 for point in found):
         text += ["## Which head for how much time", "", recommendations(found), ""]
     text += ["## Validation perplexity along the training", "", along(found), ""]
@@ -130,7 +131,15 @@ def write_table(
 def table(found: Sequence[Point]) -> str:
     """The points as a Markdown table, the lowest perplexity first."""
     titles = [
-        *("arm", "head", "rate", "seeds", "test perplexity", "validation"),
+        *(
+            "arm",
+            "head",
+            "rate",
+            "model.gain",
+            "seeds",
+            "test perplexity",
+            "validation",
+        ),
         *("training", "seconds", "over softmax", "parameters", "peak GiB"),
         "share of the gain",
     ]
@@ -146,7 +155,9 @@ def table(found: Sequence[Point]) -> str:
             share = (softmax.loss - point.loss) / (softmax.loss - reference.loss)
         seconds, peak = point.mean("seconds"), point.mean("peak_bytes")
         cells = [
-            *(point.arm, f"`{point.head}`", f"{point.rate:g}", str(len(point.runs))),
+            *(point.arm, f"`{point.head}`"),
+            *(f"{point.setting.rate:g}", f"{point.setting.gain:g}"),
+            str(len(point.runs)),
             rows_lib.spread([row["test_perplexity"] for row in point.runs]),
             rows_lib.spread([row["valid_perplexity"] for row in point.runs]),
             _training(point),
@@ -195,12 +206,16 @@ def _training(point):
     return rows_lib.spread([math.exp(loss) for loss in losses]) if losses else ""
 
 
-def _setting(rows):
+def _setting(row):
+    return Setting(row["learning_rate"], row.get("gain", 1.0))
+
+
+def _about(rows):
     devices = sorted({row["device"] for row in rows if "device" in row})
     versions = sorted({row["jax"] for row in rows if "jax" in row})
     return [
         f"{', '.join(devices) or 'no device'}, jax {', '.join(versions) or 'unknown'}. "
-        "The rate is the best by validation.",
+        "Rate and gain are the best by validation.",
         "Seconds are steps times the median step, without compilation and validations.",
         "Training is the perplexity of a run's own last batches.",
         f"The gain is in nats over {SOFTMAX}; that of {REFERENCE}, if any, is 100%.",
@@ -208,5 +223,6 @@ def _setting(rows):
 
 
 def _failure(row):
-    where = f"{row['arm']} at {row['learning_rate']:g}, seed {row['seed']}"
+    rate, gain = _setting(row)
+    where = f"{row['arm']} at {rate:g}, gain {gain:g}, seed {row['seed']}"
     return f"- {where}: {row['failed']}"

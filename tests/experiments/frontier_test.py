@@ -227,7 +227,7 @@ def test_a_run_that_loses_its_loss_is_a_row_and_the_next_one_follows(
     assert failed["failed"].startswith("step ") and "valid_loss" not in failed
     assert started == ["softmax-0.01-0"] and row["valid_loss"] == 4.0
     text = (tmp_path / "frontier.md").read_text()
-    assert "- softmax at 1e+30, seed 0: step " in text
+    assert "- softmax at 1e+30, gain 1, seed 0: step " in text
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         *("frontier-cover.png", "frontier.jsonl", "frontier.md", "frontier.png")
     ]
@@ -310,22 +310,64 @@ def test_rounds_begin_with_the_first_question_and_end_with_more_seeds():
     ]
 
 
-def test_the_best_rate_is_that_of_the_validation_not_of_the_test():
+def test_gains_are_tried_like_rates():
+    grid = frontier.Grid(PAIR, [0.002, 0.004], [0, 5], [1.0, 4.0])
+    rows = [
+        make_row("softmax", 0.004, loss=4.0, gain=4.0),
+        make_row("softmax", 0.004, loss=4.1),  # of before there was a gain
+        make_row("mos-7-tanh", 0.004, loss=4.2, gain=4.0),
+    ]
+    keys = frontier.plan(grid, rows)
+    assert keys[:8] == [
+        Key(arm, rate, 0, gain)
+        for rate in (0.002, 0.004)
+        for gain in (1, 4)
+        for arm in PAIR
+    ]
+    assert keys[8:] == [Key("softmax", 0.004, 5, 4), Key("mos-7-tanh", 0.004, 5, 4)]
+    assert [*map(str, keys[4:7])] == [
+        *("softmax-0.004-0", "mos-7-tanh-0.004-0", "softmax-0.004-0-gain-4")
+    ]
+    assert len(frontier.missing(grid, rows)) == len(keys) - 3
+    softmax, _ = frontier_report.points(rows)
+    assert softmax.setting == (0.004, 4) and len(softmax.runs) == 1
+    # Without gains those of the rows are asked for, as where a frontier is drawn.
+    assert frontier.plan(grid._replace(gains=None), rows) == keys
+
+
+def test_a_gain_is_the_config_s_unless_it_is_asked_for(tmp_path, started):
+    config, grid = make_config(), frontier.Grid(["softmax"], [0.01])
+    config.model.gain = 2.0
+    (row,) = frontier.run(config, tmp_path, grid)
+    assert started == ["softmax-0.01-0-gain-2"] and row["gain"] == 2
+    both = frontier.run(config, tmp_path, grid._replace(gains=[1.0, 2.0]))
+    assert started[1:] == ["softmax-0.01-0"] and len(both) == 2
+    prints = {other["fingerprint"] for other in both}
+    assert len(prints) == 2 and row["fingerprint"] in prints
+
+
+def test_a_gain_is_what_the_run_has():
+    variants = Variants(make_config(), 11, 17, TEXT)
+    assert variants.make("softmax", 0.01, 0, 4.0).config.model.gain == 4
+    assert variants.make("softmax", 0.01, 0).config.model.gain == 1
+
+
+def test_the_best_setting_is_that_of_the_validation_not_of_the_test():
     rows = [
         make_row("softmax", 0.002, loss=4.0, test_loss=4.2, test_perplexity=66.0),
         make_row("softmax", 0.004, loss=4.1, test_loss=3.9, test_perplexity=49.0),
         make_row("softmax", 0.008, loss=1.0) | {"failed": "step 3"},
     ]
-    assert frontier_report.best_rate(rows, "softmax") == 0.002
+    assert frontier_report.best_setting(rows, "softmax") == (0.002, 1)
     (point,) = frontier_report.points(rows)
-    assert (point.rate, point.perplexity) == (0.002, 66.0)
-    assert frontier_report.best_rate(rows, "mos-7-tanh") is None
+    assert (point.setting.rate, point.perplexity) == (0.002, 66.0)
+    assert frontier_report.best_setting(rows, "mos-7-tanh") is None
 
 
 def test_rates_are_compared_on_the_seeds_that_both_have():
     rows = [make_row("softmax", 0.002, 0, 4.0), make_row("softmax", 0.004, 0, 4.01)]
     rows += [make_row("softmax", 0.002, seed, 4.5) for seed in (1, 2)]
-    assert frontier_report.best_rate(rows, "softmax") == 0.002
+    assert frontier_report.best_setting(rows, "softmax") == (0.002, 1)
     (point,) = frontier_report.points(rows)
     assert point.mean("valid_loss") == pytest.approx((4.0 + 4.5 + 4.5) / 3)
 
@@ -338,7 +380,7 @@ def test_the_gain_is_a_share_of_that_of_the_mixture():
     ]
     text = frontier_report.table(frontier_report.points(rows)).splitlines()
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text[2:]]
-    assert [(row[0], row[6], row[8], *row[10:]) for row in cells] == [
+    assert [(row[0], row[7], row[9], *row[11:]) for row in cells] == [
         ("mos-7-tanh", "", "4.00", "", "100%"),
         ("moc-7-tanh", "50.00", "1.10", "1.00", "75%"),
         ("softmax", "", "1.00", "1.00", "0%"),
@@ -369,7 +411,7 @@ def test_an_untimed_run_takes_as_long_as_the_arms_others():
     points = frontier_report.points(rows)
     assert [point.mean("seconds") for point in points[:2]] == [10.0, 12.0]
     cells = [line.split("|") for line in frontier_report.table(points).splitlines()[2:]]
-    assert [(row[1].strip(), row[8].strip(), row[9].strip()) for row in cells] == [
+    assert [(row[1].strip(), row[9].strip(), row[10].strip()) for row in cells] == [
         *(("mos-7-tanh", "", ""), ("moc-7-tanh", "12", "1.20")),
         ("softmax", "10", "1.00"),
     ]
