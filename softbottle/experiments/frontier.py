@@ -197,6 +197,8 @@ def report(
         print(frontier_report.write_table(workdir, rows, named))
         frontier_plot.draw(rows).save(workdir / "frontier.png")
         frontier_plot.cover(rows).save(workdir / "frontier-cover.png")
+        if (gains := frontier_plot.by_gain(rows)) is not None:
+            gains.save(workdir / "frontier-gain.png")
     else:
         print("no run is finished yet.")
     if named:

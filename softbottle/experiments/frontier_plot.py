@@ -61,6 +61,30 @@ def cover(rows: Sequence[dict[str, Any]]) -> drawing.Figure:
     return figure
 
 
+def by_gain(rows: Sequence[dict[str, Any]]) -> drawing.Figure | None:
+    """Perplexity by the factor on the states; None if no arm has had several."""
+    tried = frontier_report.by_gain(rows)
+    if not tried:
+        return None
+    found = {point.arm: point for point in frontier_report.points(rows)}
+    figure = drawing.Figure(figsize=(7, 4))
+    axes = figure.subplots()
+    for arm, perplexity in tried.items():
+        axes.plot(
+            list(perplexity),
+            list(perplexity.values()),
+            "o--" if arm.startswith(f"{SOFTMAX}-") else "o-",
+            color=_color(found[arm]),
+            label=arm,
+        )
+    gains = sorted({gain for perplexity in tried.values() for gain in perplexity})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(gains, [f"{gain:g}" for gain in gains])
+    axes.set(xlabel="the head reads the state times", ylabel="test perplexity")
+    drawing.label(axes)
+    return figure
+
+
 def _labels(found):
     """What is written beside the points: the arms, or numbers if there are many."""
     numbered = len(found) > _NAMED

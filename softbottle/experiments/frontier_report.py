@@ -89,6 +89,22 @@ def points(rows: Sequence[Row]) -> list[Point]:
     return found
 
 
+def by_gain(rows: Sequence[Row]) -> dict[str, dict[float, float]]:
+    """Mean test perplexity by arm and gain at the best rate, of arms with several."""
+    found: dict[str, dict[float, float]] = {}
+    for point in points(rows):
+        tried: dict[float, list[float]] = {}
+        for row in rows:
+            mine = row["arm"] == point.arm and "failed" not in row
+            if mine and row["learning_rate"] == point.setting.rate:
+                tried.setdefault(_setting(row).gain, []).append(row["test_perplexity"])
+        if len(tried) > 1:
+            found[point.arm] = {
+                gain: statistics.fmean(tried[gain]) for gain in sorted(tried)
+            }
+    return found
+
+
 def write_table(
     workdir: pathlib.Path, rows: Sequence[Row], missing: Mapping[Key, str]
 ) -> str:
@@ -118,6 +134,9 @@ def write_table(
     if any(point.arm == SOFTMAX and point.mean("seconds") > 0 for point in found):
         text += ["## Which head for how much time", "", recommendations(found), ""]
     text += ["## Validation perplexity along the training", "", along(found), ""]
+    tried = by_gain(rows)
+    if tried:
+        text += ["## Test perplexity by model.gain", "", _gains(tried), ""]
     failed = [row for row in rows if "failed" in row]
     if failed:
         text += ["## Failed", "", *map(_failure, failed), ""]
@@ -200,6 +219,15 @@ def along(found: Sequence[Point]) -> str:
     return rows_lib.table(titles, lines)
 
 
+def _gains(tried):
+    gains = sorted({gain for by_gain in tried.values() for gain in by_gain})
+    lines = [
+        [arm, *(f"{by_gain[gain]:.2f}" if gain in by_gain else "" for gain in gains)]
+        for arm, by_gain in tried.items()
+    ]
+    return rows_lib.table(["arm", *(f"{gain:g}" for gain in gains)], lines)
+
+
 def _training(point):
     """The perplexity at the end of training, of the runs that have noted it."""
     losses = [row["train_loss"] for row in point.runs if row.get("train_loss")]
@@ -218,7 +246,7 @@ def _about(rows):
         "Rate and gain are the best by validation.",
         "Seconds are steps times the median step, without compilation and validations.",
         "Training is the perplexity of a run's own last batches.",
-        f"The gain is in nats over {SOFTMAX}; that of {REFERENCE}, if any, is 100%.",
+        f"Shares are of the nats that {REFERENCE} gains over {SOFTMAX}.",
     ]
 
 

@@ -335,6 +335,31 @@ def test_gains_are_tried_like_rates():
     assert frontier.plan(grid._replace(gains=None), rows) == keys
 
 
+def test_gains_have_a_table_and_a_picture_of_their_own(tmp_path):
+    tried = {1.0: (4.2, 4.4), 4.0: (4.0,), 0.5: (4.5,)}
+    rows = [
+        make_row("softmax", 0.004, seed, loss, gain=gain)
+        for gain, losses in tried.items()
+        for seed, loss in enumerate(losses)
+    ]
+    rows += [
+        make_row("softmax", 0.002, loss=4.3, gain=2.0),  # of another rate
+        make_row("softmax", 0.004, gain=8.0) | {"failed": "step 3"},
+        make_row("moc-7-tanh", 0.004, loss=4.1),
+    ]
+    (perplexity,) = frontier_report.by_gain(rows).values()
+    assert list(perplexity) == [0.5, 1, 4]
+    assert perplexity[1] == pytest.approx((math.exp(4.2) + math.exp(4.4)) / 2)
+    frontier_report.write_table(tmp_path, rows, {})
+    text = (tmp_path / "frontier.md").read_text()
+    assert "| arm | 0.5 | 1 | 4 |" in text
+    assert "| softmax | 90.02 | 74.07 | 54.60 |" in text
+    (axes,) = frontier_plot.by_gain(rows).axes
+    (line,) = (line for line in axes.lines if line.get_label() == "softmax")
+    assert list(line.get_ydata()) == list(perplexity.values())
+    assert frontier_plot.by_gain(rows[-1:]) is None
+
+
 def test_a_gain_is_the_config_s_unless_it_is_asked_for(tmp_path, started):
     config, grid = make_config(), frontier.Grid(["softmax"], [0.01])
     config.model.gain = 2.0
