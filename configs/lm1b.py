@@ -15,7 +15,8 @@ of the benchmark's 793,471 words, K = 4, sentences packed; 560,895,359 parameter
 Paper, test perplexity: softmax 42.77, MoS 37.10. The widths are the paper's; its
 optimizer was not published in full, and the one here is AdamW. A bias that AdamW has to
 learn from zero costs units of the state (docs/results/frontier-zero.md): it starts at
-the words' log-frequencies.
+the words' log-frequencies. The softmax reads 8 times the LSTM's state, which is worth
+6% (docs/results/frontier.md); mixtures, which project it, read it as it is.
 """
 
 from softbottle.config import Config
@@ -48,6 +49,7 @@ def get_config(argument: str = "mos") -> Config:
     model.hidden_dim = 1024
     model.last_dim = 1024
     model.embed_dim = 900 if head in MIXTURES else 1024
+    model.gain = 8.0 if head == "softmax" else 1.0
     config.head.name = head
     if head in MIXTURES:
         config.head.components = 7
@@ -78,6 +80,7 @@ def _modernized(config):
     data.test_rows = 256
     data.eval_length = 256
     model.backbone = "transformer"
+    model.gain = 1.0  # its last norm has a factor of its own
     model.layers = 12
     model.attention_heads = 16
     model.remat = True
