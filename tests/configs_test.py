@@ -245,6 +245,19 @@ def test_a_config_has_exactly_the_papers_parameters(name, head, vocab, expected)
     assert sum(leaf.size for leaf in jax.tree.leaves(params)) == expected
 
 
+def test_only_bounded_states_are_multiplied():
+    gains = {
+        (name, argument): config.model.gain
+        for name, argument in ARGUMENTS
+        if (config := load(name).get_config(argument)).model.gain != 1
+    }
+    assert gains == {("lm1b", "softmax"): 8} | {
+        ("text", head + tokens): 4 for head in TEXT for tokens in ("", ",subwords")
+    }
+    for name, argument in gains:
+        assert load(name).get_config(argument).model.backbone == "awd_lstm"
+
+
 def test_lm1b_keeps_the_words_and_drops_nothing_as_the_paper_does():
     config = load("lm1b").get_config()
     assert (config.data.vocab_size, config.data.lowercase) == (100_000, True)
