@@ -21,7 +21,8 @@ import re
 import sys
 import traceback
 import types
-from typing import NoReturn
+from collections.abc import Sequence
+from typing import NoReturn, TypeVar
 
 if _missing := [
     name
@@ -50,8 +51,10 @@ from softbottle.training.metrics import NonFiniteLossError, WriteError
 
 __all__ = [
     *("app", "define_compilation_cache", "define_config", "define_float"),
-    *("flags", "run"),
+    *("define_numbers", "flags", "run"),
 ]
+
+Number = TypeVar("Number", int, float)
 
 REFUSED, FAILED, INTERRUPTED = 2, 1, 130
 CACHE_BYTES = 4 * 2**30
@@ -107,6 +110,44 @@ def define_float(
     holder = flags.DEFINE_float(name, default, help_string, lower_bound, upper_bound)
     flags.register_validator(holder, math.isfinite, f"--{name} must be finite")
     return holder
+
+
+class _Numbers(flags.ArgumentParser[list[Number]]):
+    """Finite numbers with commas between them, as text or as a default."""
+
+    def __init__(self, kind: type[Number]):
+        super().__init__()
+        self._kind: type[Number] = kind
+
+    def parse(self, argument: str | Sequence[Number]) -> list[Number]:
+        """The numbers; ValueError if these are none."""
+        words = argument.split(",") if isinstance(argument, str) else argument
+        try:
+            numbers = [self._kind(word) for word in words]
+            finite = all(map(math.isfinite, numbers))
+        except ValueError:
+            finite = False
+        if not finite:
+            whole = "whole numbers" if self._kind is int else "numbers"
+            raise ValueError(f"must be {whole} with commas between them")
+        return numbers
+
+    def flag_type(self) -> str:
+        """What absl calls it."""
+        return f"comma separated {self._kind.__name__}s"
+
+
+def define_numbers(
+    name: str,
+    default: Sequence[Number] | None,
+    help_string: str,
+    kind: type[Number],
+) -> flags.FlagHolder[list[Number]]:
+    """A flag that is a list of finite numbers, --name=1,2; empty without a default."""
+    serializer = flags.ListSerializer[Number](",")
+    return flags.DEFINE(
+        _Numbers(kind), name, default or [], help_string, serializer=serializer
+    )
 
 
 def run(command: types.ModuleType) -> NoReturn:

@@ -33,7 +33,7 @@ TEMPERATURE = program.define_float(
 TOP_P = program.define_float(
     "top_p", 0.95, "Nucleus: keep words of this mass.", lower_bound=0.0, upper_bound=1.0
 )
-SEEDS = flags.DEFINE_list("seeds", ["0", "1", "42"], "Of the drawing.")
+SEEDS = program.define_numbers("seeds", [0, 1, 42], "Of the drawing.", int)
 program.define_compilation_cache()
 
 
@@ -45,7 +45,7 @@ def main() -> None:
         TOKENS.value,
         TEMPERATURE.value,
         TOP_P.value,
-        tuple(int(seed) for seed in SEEDS.value),
+        tuple(SEEDS.value),
     )
     runs = _loaded(WORKDIRS.value)
     judges = _loaded(JUDGES.value) or runs

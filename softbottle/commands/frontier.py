@@ -32,15 +32,19 @@ MINUTES = flags.DEFINE_float(
 ARMS = flags.DEFINE_list(
     "arms", list(frontier_arms.ARMS), "What is compared; all by default."
 )
-RATES = flags.DEFINE_list("learning_rates", ["0.002", "0.004"], "Of every arm.")
-GAINS = flags.DEFINE_list(
-    "gains", None, "Factors on the states, of every arm; the config's by default."
+RATES = program.define_numbers("learning_rates", [0.002, 0.004], "Of every arm.", float)
+GAINS = program.define_numbers(
+    "gains",
+    None,
+    "Factors on the states, of every arm; the config's by default.",
+    float,
 )
-SEEDS = flags.DEFINE_list(
+SEEDS = program.define_numbers(
     "seeds",
-    ["0"],
+    [0],
     "The first is for all arms, the others for those that matter most: "
     f"{', '.join(frontier_arms.SEVERAL_SEEDS)}.",
+    int,
 )
 DRAW = flags.DEFINE_bool("draw", False, "Train nothing; draw what there is.")
 UNTIMED = flags.DEFINE_bool(
@@ -55,10 +59,7 @@ program.define_compilation_cache()
 def main() -> None:
     """Train and draw what the flags say."""
     frontier_arms.check_names(ARMS.value)
-    rates = [float(rate) for rate in RATES.value]
-    gains = [float(gain) for gain in GAINS.value] if GAINS.value else None
-    seeds = [int(seed) for seed in SEEDS.value]
-    grid = frontier.Grid(ARMS.value, rates, seeds, gains)
+    grid = frontier.Grid(ARMS.value, RATES.value, SEEDS.value, GAINS.value or None)
     if DRAW.value:
         frontier.report(WORKDIR.value, grid)
         return

@@ -30,7 +30,9 @@ WORKDIR = flags.DEFINE_string("workdir", None, "Where it all goes.", required=Tr
 CHOSEN = flags.DEFINE_list(
     "heads", [], f"Instead of the table's own; there are {', '.join(HEADS)}."
 )
-SEEDS = flags.DEFINE_list("seeds", [], "Of the runs; by default the recipe's own.")
+SEEDS = program.define_numbers(
+    "seeds", None, "Of the runs; by default the recipe's own.", int
+)
 MINUTES = flags.DEFINE_float(
     "minutes",
     None,
@@ -58,7 +60,7 @@ def main() -> None:
     grid = Grid(
         TABLE.value,
         CHOSEN.value,
-        [int(seed) for seed in SEEDS.value],
+        SEEDS.value,
         SCALE.value,
         dict(map(_setting, SET.value)),
     )

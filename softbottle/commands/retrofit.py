@@ -54,14 +54,16 @@ COMPONENTS = flags.DEFINE_integer(
 ARMS = flags.DEFINE_list(
     "arms", None, f"Several heads, such as {','.join(retrofit_arms.FULL)}."
 )
-WIDTH = flags.DEFINE_list("width", None, "Of narrow tables; else as wide as states.")
+WIDTH = program.define_numbers(
+    "width", None, "Of narrow tables; else as wide as states.", int
+)
 FREEZE = flags.DEFINE_enum(
     "freeze", "table", retrofit_trial.FROZEN, "What is not trained, beside the trunk."
 )
 OBJECTIVE = flags.DEFINE_enum(
     "objective", "words", retrofit_trial.OBJECTIVES, "Next word, KL to own, or both."
 )
-RATES = flags.DEFINE_list("rates", ["0.001"], "Learning rates of every head.")
+RATES = program.define_numbers("rates", [0.001], "Learning rates of every head.", float)
 SEEDS = flags.DEFINE_integer(
     "seeds", 2, "Runs of every head at its best rate.", lower_bound=1
 )
@@ -127,11 +129,10 @@ def main() -> None:
 def _grid():
     if ARMS.value and HEAD.value:
         raise app.UsageError("give --arms or --head, not both")
-    widths = [int(width) for width in WIDTH.value or ()] or [None]
+    widths = WIDTH.value or [None]
     arms = ARMS.value or (retrofit_arms.NARROW if WIDTH.value else retrofit_arms.FULL)
     if HEAD.value:
         # With the control that has its parameters, or nothing could be said of it.
         named = (f"{name}-{COMPONENTS.value}" for name in ("moc", HEAD.value))
         arms = list(dict.fromkeys(named))
-    rates = [float(rate) for rate in RATES.value]
-    return retrofit.Grid(arms, widths, rates, SEEDS.value)
+    return retrofit.Grid(arms, widths, RATES.value, SEEDS.value)

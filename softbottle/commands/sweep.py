@@ -26,12 +26,14 @@ from softbottle.experiments import components, objectives, sweep
 CONFIG = program.define_config(", on the synthetic language or templates")
 WORKDIR = flags.DEFINE_string("workdir", None, "Where it all goes.", required=True)
 HEADS = flags.DEFINE_list("heads", ["softmax", "moc", "mos"], "Heads to compare.")
-WIDTHS = flags.DEFINE_list("widths", ["4", "8", "16", "32"], "Context widths.")
-COMPONENTS = flags.DEFINE_list(
-    "components", [], "Numbers of components of a mixture, instead of widths."
+WIDTHS = program.define_numbers("widths", [4, 8, 16, 32], "Context widths.", int)
+COMPONENTS = program.define_numbers(
+    "components", None, "Numbers of components of a mixture, instead of widths.", int
 )
 OBJECTIVES = flags.DEFINE_list("objectives", [], "Objectives, instead of heads.")
-RATES = flags.DEFINE_list("rates", ["1e-3", "3e-3", "1e-2"], "Their learning rates.")
+RATES = program.define_numbers(
+    "rates", [1e-3, 3e-3, 1e-2], "Their learning rates.", float
+)
 BESIDE = flags.DEFINE_string(
     "beside", None, "The sweep.json of another language, to be drawn beside this one."
 )
@@ -49,16 +51,13 @@ def main() -> None:
         named = (
             HEADS.value if flags.FLAGS["heads"].present else [CONFIG.value.head.name]
         )
-        counts = [int(count) for count in COMPONENTS.value]
-        components.run(CONFIG.value, WORKDIR.value, named, counts, seeds)
+        components.run(CONFIG.value, WORKDIR.value, named, COMPONENTS.value, seeds)
         return
     if OBJECTIVES.value:
-        rates = [float(rate) for rate in RATES.value]
-        by_objective = dict.fromkeys(OBJECTIVES.value, rates)
+        by_objective = dict.fromkeys(OBJECTIVES.value, RATES.value)
         objectives.run(CONFIG.value, WORKDIR.value, by_objective, seeds)
     else:
-        widths = [int(width) for width in WIDTHS.value]
-        swept = HEADS.value, widths, seeds, BESIDE.value
+        swept = HEADS.value, WIDTHS.value, seeds, BESIDE.value
         sweep.run(CONFIG.value, WORKDIR.value, *swept)
 
 

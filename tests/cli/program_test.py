@@ -83,3 +83,28 @@ def test_an_interruption_before_there_is_something_to_save_says_so(monkeypatch, 
 
     assert status_of(monkeypatch, main) == 130
     assert capsys.readouterr().err == "interrupted\n"
+
+
+@pytest.fixture
+def numbers_flag():
+    """A function that parses one value of a flag for numbers."""
+    made = []
+
+    def parse(kind, *text):
+        name = f"numbers_{len(made)}"
+        holder = program.define_numbers(name, [1, 2], "Of a test.", kind)
+        made.append(name)
+        program.flags.FLAGS([""] + [f"--{name}={value}" for value in text])
+        return holder.value
+
+    yield parse
+    program.flags.FLAGS.remove_flag_values(made)
+
+
+def test_numbers_are_read_and_others_refused(numbers_flag):
+    assert numbers_flag(int) == [1, 2]
+    assert numbers_flag(int, "3") == [3]
+    assert numbers_flag(float, "0.5,1e-3") == [0.5, 1e-3]
+    for kind, text in ((int, "2.5"), (float, "1,,4"), (float, "nan"), (float, "")):
+        with pytest.raises(program.flags.IllegalFlagValueError, match="with commas"):
+            numbers_flag(kind, text)

@@ -27,6 +27,7 @@ COMMANDS = {
     "shown": ("evaluate.py", "--traceback"),
     "value": ("train.py", "--config", QUICKSTART, "--config.optim.name=sgdd"),
     "swept": ("sweep.py", "--config", QUICKSTART, "--components=1", "--widths=4"),
+    "rates": ("frontier.py", "--config", QUICKSTART, "--learning_rates=0.1,nan"),
     "pair": ("analyze.py", "--compare", "--out=report"),
 }
 
@@ -53,6 +54,7 @@ def refused(answer):
 
 
 REASONS = {
+    "rates": "--learning_rates=0.1,nan: must be numbers with commas between them",
     "swept": "--components is swept alone, not with --widths",
     "pair": "--compare takes two of --workdir, --hf and --gguf",
     "seed": "seed must be below 2**32, got 1180591620717411303424",
