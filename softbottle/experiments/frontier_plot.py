@@ -141,7 +141,7 @@ def _scatter(axes, found, field, unit):
         *zip(*front, strict=True), where="post", color=drawing.GRAY, lw=1, zorder=1
     )
     axes.set_xscale("log")
-    axes.margins(0.12)
+    axes.margins(x=0.2, y=0.12)
     # At least a factor of two, or costs that hardly differ would look far apart.
     low, high = axes.get_xlim()
     spread = math.sqrt(max(1.0, 2 * low / high))
