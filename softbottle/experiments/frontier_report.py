@@ -150,15 +150,8 @@ def write_table(
 def table(found: Sequence[Point]) -> str:
     """The points as a Markdown table, the lowest perplexity first."""
     titles = [
-        *(
-            "arm",
-            "head",
-            "rate",
-            "model.gain",
-            "seeds",
-            "test perplexity",
-            "validation",
-        ),
+        *("arm", "head", "rate", "model.gain", "seeds", "test perplexity"),
+        "validation",
         *("training", "seconds", "over softmax", "parameters", "peak GiB"),
         "share of the gain",
     ]
