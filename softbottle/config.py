@@ -129,7 +129,7 @@ class Model(Section):
     vocab_multiple: int = positive(1)  # table rows are rounded up to a multiple of this
     compute_dtype: str = one_of("float32", DTYPES)  # of GEMMs; parameters stay float32
     remat: bool = False  # transformer: activation checkpointing, block by block
-    scan_layers: bool = False  # transformer: one compiled block for all layers
+    scan_layers: bool = False  # transformer: compile one block for all; slower steps
 
 
 @dataclasses.dataclass
