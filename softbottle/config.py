@@ -170,6 +170,7 @@ class Optim(Section):
 
     name: str = one_of("adamw", OPTIMIZERS)  # which optimizer
     learning_rate: float = positive(1e-3)  # adamw: the peak of the schedule
+    table_learning_rate: float | None = positive(None)  # word tables; None: as others
     slope_learning_rate: float | None = positive(None)  # plif's slopes; None: as others
     warmup_steps: int = within(0, 0)  # adamw: linear learning-rate warm-up
     decay_steps: int | None = positive(None)  # adamw: cosine decay over these steps

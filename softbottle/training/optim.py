@@ -2,6 +2,7 @@
 
     sgd     p <- p - lr (length / bptt) (clip(g) + decay p)
     adamw   clip, Adam, decoupled weight decay, linear warm-up and cosine decay
+            (word tables and PLIF's slopes may have learning rates of their own)
     average mean_t = mean_{t-1} + (p_t - mean_{t-1}) / max(1, t - 1)
 
 The average is Polyak's, with PyTorch's ASGD counting (its first two steps overwrite).
@@ -39,9 +40,14 @@ def make(config: config_lib.Optim) -> optax.GradientTransformationExtraArgs:
         parts.append(optax.scale_by_adam())
     if config.weight_decay:
         parts.append(optax.add_decayed_weights(config.weight_decay))
-    if config.slope_learning_rate:
-        factor = config.slope_learning_rate / config.learning_rate
-        parts.append(_scale_slopes(factor))
+    own = {
+        "table_VE": config.table_learning_rate,
+        "output_VE": config.table_learning_rate,
+        "slope_N": config.slope_learning_rate,
+    }
+    factors = {name: rate / config.learning_rate for name, rate in own.items() if rate}
+    if factors:
+        parts.append(_scale_named(factors))
     parts += [optax.scale_by_learning_rate(learning_rate(config)), _scale_by_argument()]
     chain = optax.chain(*parts)
     return chain if config.averaging == "none" else averaged(chain, config.averaging)
@@ -139,16 +145,10 @@ def _scale_by_argument():
     return optax.GradientTransformationExtraArgs(lambda _: optax.EmptyState(), update)
 
 
-def _scale_slopes(factor):
-    """Multiply the updates of PLIF's slopes, which live on a scale of their own."""
+def _scale_named(factors):
+    """Multiply the updates of the parameters of these names."""
 
-    def update(updates, state, params=None):
-        del params
-        return jax.tree.map_with_path(
-            lambda path, leaf: (
-                leaf * factor if "slope_N" in jax.tree_util.keystr(path) else leaf
-            ),
-            updates,
-        ), state
+    def scale(path, leaf):
+        return leaf * factors.get(jax.tree_util.keystr(path[-1:], simple=True), 1.0)
 
-    return optax.GradientTransformation(lambda _: optax.EmptyState(), update)
+    return optax.stateless(lambda updates, _: jax.tree.map_with_path(scale, updates))

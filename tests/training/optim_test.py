@@ -1,3 +1,4 @@
+import functools
 import math
 
 import chex
@@ -209,10 +210,26 @@ def test_adamw_is_adam_with_decoupled_decay():
         chex.assert_trees_all_close(params, as_jax(expected), rtol=1e-4, atol=1e-6)
 
 
-def test_the_slopes_of_plif_have_their_own_learning_rate():
-    config = sgd(slope_learning_rate=0.003)
-    params = {"head": {"slope_N": jnp.ones(5), "prior_DK": jnp.ones((3, 2))}}
-    tx = optim.make(config)
-    updates, _ = tx.update(params, tx.init(params), params, scale=1.0)
-    np.testing.assert_allclose(updates["head"]["slope_N"], -0.003, rtol=1e-5)
-    np.testing.assert_allclose(updates["head"]["prior_DK"], -0.3, rtol=1e-5)
+def test_tables_and_the_slopes_of_plif_may_have_their_own_learning_rates():
+    names = ("table_VE", "output_VE", "bias_V")
+    params = {name: jnp.ones((4, 3)) for name in names}
+    params["head"] = {"slope_N": jnp.ones(5), "prior_DK": jnp.ones((3, 2))}
+
+    def rates(config):
+        tx = optim.make(config)
+        updates, _ = tx.update(params, tx.init(params), params, scale=1.0)
+        flat = updates | updates["head"]
+        return {
+            name: -float(flat[name].ravel()[0]) for name in (*names, *params["head"])
+        }
+
+    about = functools.partial(pytest.approx, rel=1e-5)
+    others = {"bias_V": 0.3, "prior_DK": 0.3}
+    slopes = others | {"table_VE": 0.3, "output_VE": 0.3, "slope_N": 0.003}
+    tables = others | {"table_VE": 2.4, "output_VE": 2.4, "slope_N": 0.3}
+    assert rates(sgd(slope_learning_rate=0.003)) == about(slopes)
+    assert rates(sgd(table_learning_rate=2.4)) == about(tables)
+    both = sgd(slope_learning_rate=0.003, table_learning_rate=2.4)
+    assert rates(both) == about(tables | {"slope_N": 0.003})
+    adamw = Optim(name="adamw", learning_rate=0.3, table_learning_rate=2.4)
+    assert rates(adamw) == about(tables)  # Adam's first step is one of 1
