@@ -5,16 +5,16 @@ r"""Which head for which cost: perplexity against time, parameters and memory.
     softbottle frontier --config lm1b --workdir runs/frontier \
         --config.data.path=data/books --config.data.rows=256 \
         --minutes 20 --arms softmax,moc-7-residual,mos-7-tanh --learning_rates 0.004 \
-        --gains 1,4
+        --gains 1,4 --table_rates 1,2,4
     softbottle frontier --workdir runs/frontier --draw
 
-Every arm at every learning rate and gain is one run over the text. Finished runs are
-lines of frontier.jsonl in --workdir, with a table in frontier.md and a picture in
-frontier.png. Started again it trains what has no line yet, on another machine too if
-the file is copied there. --minutes ends it in time, and it says what is missing. Other
-rates, gains and seeds of an arm take as long as its first run: with --untimed they can
-be trained by several processes at once, each with a --workdir of its own, and their
-lines joined.
+Every arm at every learning rate, gain and rate of the word tables is one run over the
+text. Finished runs are lines of frontier.jsonl in --workdir, with a table in
+frontier.md and a picture in frontier.png. Started again it trains what has no line yet,
+on another machine too if the file is copied there. --minutes ends it in time, and it
+says what is missing. Other settings and seeds of an arm take as long as its first run:
+with --untimed they can be trained by several processes at once, each with a --workdir
+of its own, and their lines joined.
 """
 
 from softbottle.cli import program
@@ -39,6 +39,13 @@ GAINS = program.define_numbers(
     "Factors on the states, of every arm; the config's by default.",
     float,
 )
+TABLE_RATES = program.define_numbers(
+    "table_rates",
+    None,
+    "Learning rates of the word tables over those of all else, of every arm; the "
+    "config's by default.",
+    float,
+)
 SEEDS = program.define_numbers(
     "seeds",
     [0],
@@ -59,7 +66,8 @@ program.define_compilation_cache()
 def main() -> None:
     """Train and draw what the flags say."""
     frontier_arms.check_names(ARMS.value)
-    grid = frontier.Grid(ARMS.value, RATES.value, SEEDS.value, GAINS.value or None)
+    tried = (GAINS.value or None, TABLE_RATES.value or None)
+    grid = frontier.Grid(ARMS.value, RATES.value, SEEDS.value, *tried)
     if DRAW.value:
         frontier.report(WORKDIR.value, grid)
         return

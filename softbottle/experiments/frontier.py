@@ -1,12 +1,14 @@
 """Heads by what they cost: perplexity against time, parameters and memory.
 
-Every arm (frontier_arms.py) at every learning rate and gain is an ordinary run in a
-folder of its own (frontier_trial.py). A finished run is a line of `frontier.jsonl` and
-its folder is deleted: the file alone says what is left to do, on any machine. A line
-has
+Every arm (frontier_arms.py) with every setting, a learning rate, a gain and a rate of
+the word tables, is an ordinary run in a folder of its own (frontier_trial.py). A
+finished run is a line of `frontier.jsonl` and its folder is deleted: the file alone
+says what is left to do, on any machine. A line has
 
     arm, head, learning_rate, seed, parameters, steps
     gain              of the states, model.gain; 1 where a line has none
+    table_rate        the learning rate of the word tables over that of all else; 1
+                      where a line has none
     flop              6 flop per token and parameter of all steps (model.step_flop)
     seconds           of training: steps times the median of step_ms. Neither
                       compilation nor validations nor checkpoints are in it. Null
@@ -27,11 +29,12 @@ has
 
 or, of a run that lost its loss or did not fit into memory, `failed` with the reason.
 
-Runs come in rounds: the arms of the first question at the first learning rate, gain and
-seed, the other arms, all arms at the other gains and rates, and last the other seeds of
-the five arms that matter, each at its best rate and gain.
+Runs come in rounds: the arms of the first question with the first setting and seed, the
+other arms, all arms with the other settings, and last the other seeds of the five arms
+that matter, each with its best setting.
 """
 
+import itertools
 import math
 import pathlib
 import shutil
@@ -66,30 +69,37 @@ class Grid(NamedTuple):
         rates: learning rates of every arm.
         seeds: the first for all, the others for `frontier_arms.SEVERAL_SEEDS`.
         gains: values of `model.gain` for every arm; None for the config's alone.
+        table_rates: learning rates of the word tables over those of all else, for
+            every arm; None for the config's alone.
     """
 
     arms: Sequence[str] = tuple(ARMS)
     rates: Sequence[float] = (0.002, 0.004)
     seeds: Sequence[int] = (0,)
     gains: Sequence[float] | None = None
+    table_rates: Sequence[float] | None = None
 
 
 def plan(grid: Grid, rows: Sequence[Row]) -> list[Key]:
     """All runs in their order; the settings of the last round depend on the rows.
 
-    Without gains those of the rows are meant, or 1 if there is no row.
+    Without gains or table rates those of the rows are meant, or 1 if there is no row.
     """
     arms = [name for name in ARMS if name in grid.arms]
     arms.sort(key=lambda name: not ARMS[name].first)
     seed, *others = grid.seeds
-    gains = grid.gains or sorted({_key(row).gain for row in rows}) or [1.0]
-    settings = [Setting(rate, gain) for rate in grid.rates for gain in gains]
-    keys = [Key(arm, rate, seed, gain) for rate, gain in settings for arm in arms]
+    known = [_key(row) for row in rows]
+    gains = grid.gains or sorted({key.gain for key in known}) or [1.0]
+    tables = grid.table_rates or sorted({key.table_rate for key in known}) or [1.0]
+    settings = [
+        *itertools.starmap(Setting, itertools.product(grid.rates, gains, tables))
+    ]
+    keys = [_with(arm, setting, seed) for setting in settings for arm in arms]
     for other in others:
         for arm in frontier_arms.SEVERAL_SEEDS:
             if arm in arms:
                 best = frontier_report.best_setting(rows, arm) or settings[0]
-                keys.append(Key(arm, best.rate, other, best.gain))
+                keys.append(_with(arm, best, other))
     return keys
 
 
@@ -139,6 +149,10 @@ def run(
     frontier_arms.check_names(grid.arms)
     if grid.gains is None:
         grid = grid._replace(gains=[config.model.gain])
+    if grid.table_rates is None:
+        rate = config.optim.learning_rate
+        over = (config.optim.table_learning_rate or rate) / rate
+        grid = grid._replace(table_rates=[over])
     corpus = corpus_lib.load(config.data)
     vocab, text = len(corpus.vocab), corpus_lib.digest(corpus)
     stream = lines.stream(config.data, corpus.vocab, corpus.train, config.seed)
@@ -197,8 +211,9 @@ def report(
         print(frontier_report.write_table(workdir, rows, named))
         frontier_plot.draw(rows).save(workdir / "frontier.png")
         frontier_plot.cover(rows).save(workdir / "frontier-cover.png")
-        if (gains := frontier_plot.by_gain(rows)) is not None:
-            gains.save(workdir / "frontier-gain.png")
+        for field in ("gain", "table_rate"):
+            if (tried := frontier_plot.by_setting(rows, field)) is not None:
+                tried.save(workdir / f"frontier-{field.replace('_', '-')}.png")
     else:
         print("no run is finished yet.")
     if named:
@@ -222,6 +237,7 @@ def _row(key: Key, variant: Variant, outcome: Row, spent: float) -> Row:
         "learning_rate": key.rate,
         "seed": key.seed,
         "gain": key.gain,
+        "table_rate": key.table_rate,
         "parameters": variant.parameters,
         "steps": variant.steps,
         "flop": variant.flop,
@@ -232,7 +248,11 @@ def _row(key: Key, variant: Variant, outcome: Row, spent: float) -> Row:
 
 
 def _key(row):
-    return Key(row["arm"], row["learning_rate"], row["seed"], row.get("gain", 1.0))
+    return _with(row["arm"], frontier_report.setting(row), row["seed"])
+
+
+def _with(arm: str, setting: Setting, seed: int) -> Key:
+    return Key(arm, setting.rate, seed, setting.gain, setting.table_rate)
 
 
 def _expected(key, variant, rows, workdir):

@@ -96,10 +96,17 @@ _FREE = ("train.", "mesh.", "data.path", "data.cache", "format")
 
 
 class Setting(NamedTuple):
-    """What is tried of every arm: the learning rate and `model.gain`."""
+    """What is tried of every arm.
+
+    Attributes:
+        rate: the learning rate.
+        gain: of the states, `model.gain`.
+        table_rate: the learning rate of the word tables over `rate`.
+    """
 
     rate: float
     gain: float = 1.0
+    table_rate: float = 1.0
 
 
 class Key(NamedTuple):
@@ -109,11 +116,14 @@ class Key(NamedTuple):
     rate: float
     seed: int
     gain: float = 1.0
+    table_rate: float = 1.0
 
     def __str__(self) -> str:
         """The name of its folder."""
-        gain = "" if self.gain == 1 else f"-gain-{self.gain:g}"
-        return f"{self.arm}-{self.rate:g}-{self.seed}{gain}"
+        name = f"{self.arm}-{self.rate:g}-{self.seed}"
+        if self.gain != 1:
+            name += f"-gain-{self.gain:g}"
+        return name if self.table_rate == 1 else f"{name}-table-{self.table_rate:g}"
 
 
 class Variant(NamedTuple):
@@ -173,8 +183,15 @@ class Variants:
         self._steps = min(steps, config.train.steps or steps)
         self._models: dict[str, _Model] = {}
 
-    def make(self, name: str, rate: float, seed: int, gain: float = 1.0) -> Variant:
-        """The run of an arm at a learning rate and a gain with a seed.
+    def make(
+        self,
+        name: str,
+        rate: float,
+        seed: int,
+        gain: float = 1.0,
+        table_rate: float = 1.0,
+    ) -> Variant:
+        """The run of an arm with a setting and a seed: the fields of a `Key`.
 
         Raises:
             ValueError: naming the arm, if this version has no such head or the config
@@ -191,6 +208,7 @@ class Variants:
         config.seed, config.model.gain = seed, gain
         optim, train = config.optim, config.train
         optim.learning_rate, optim.end_factor = rate, 0.0
+        optim.table_learning_rate = None if table_rate == 1 else table_rate * rate
         # The last update has the rate 0, as in docs/results/lm1b.md.
         optim.warmup_steps, optim.decay_steps = int(_WARMUP * steps), max(1, steps - 1)
         train.steps, train.epochs, train.stop_patience = steps, None, None

@@ -61,9 +61,9 @@ def cover(rows: Sequence[dict[str, Any]]) -> drawing.Figure:
     return figure
 
 
-def by_gain(rows: Sequence[dict[str, Any]]) -> drawing.Figure | None:
-    """Perplexity by the factor on the states; None if no arm has had several."""
-    tried = frontier_report.by_gain(rows)
+def by_setting(rows: Sequence[dict[str, Any]], field: str) -> drawing.Figure | None:
+    """Perplexity by a field of `Setting`; None if no arm has had several values."""
+    tried = frontier_report.by_setting(rows, field)
     if not tried:
         return None
     found = {point.arm: point for point in frontier_report.points(rows)}
@@ -77,10 +77,10 @@ def by_gain(rows: Sequence[dict[str, Any]]) -> drawing.Figure | None:
             color=_color(found[arm]),
             label=arm,
         )
-    gains = sorted({gain for perplexity in tried.values() for gain in perplexity})
+    values = sorted(set().union(*tried.values()))
     axes.set_xscale("log", base=2)
-    axes.set_xticks(gains, [f"{gain:g}" for gain in gains])
-    axes.set(xlabel="the head reads the state times", ylabel="test perplexity")
+    axes.set_xticks(values, [f"{value:g}" for value in values])
+    axes.set(xlabel=frontier_report.SETTINGS[field], ylabel="test perplexity")
     drawing.label(axes)
     return figure
 

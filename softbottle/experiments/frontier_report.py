@@ -1,9 +1,8 @@
 """The frontier's rows as a table.
 
-Of an arm's learning rates and gains those with the lowest validation loss are shown,
-and no test text has a say in it. With several seeds of these the numbers are their
-means. A run that was not timed has the time of the arm's others, which no rate, gain or
-seed changes.
+Of an arm's settings the one with the lowest validation loss is shown, and no test text
+has a say in it. With several seeds of it the numbers are their means. A run that was
+not timed has the time of the arm's others, which neither setting nor seed changes.
 """
 
 import dataclasses
@@ -20,11 +19,16 @@ from softbottle.experiments.frontier_arms import ARMS, REFERENCE, SOFTMAX, Key, 
 Row = dict[str, Any]
 # Budgets of time over the softmax's, each of which has a recommendation.
 BUDGETS = (1.0, 1.1, 1.3, 2.0, math.inf)
+# Fields of a setting that have a table and a picture of their own, in words.
+SETTINGS = {
+    "gain": "the factor on the state",
+    "table_rate": "the learning rate of the word tables, over that of all else",
+}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Point:
-    """An arm at its best learning rate and gain, means over the seeds."""
+    """An arm with its best setting, means over the seeds."""
 
     arm: str
     head: str
@@ -47,29 +51,35 @@ class Point:
         return statistics.fmean(row["test_perplexity"] for row in self.runs)
 
 
+def setting(row: Row) -> Setting:
+    """What was tried in a run; rows of before there was a setting have 1."""
+    more = (row.get("gain", 1.0), row.get("table_rate", 1.0))
+    return Setting(row["learning_rate"], *more)
+
+
 def best_setting(rows: Sequence[Row], arm: str) -> Setting | None:
-    """The rate and gain of an arm with the lowest validation loss; None without runs.
+    """The setting of an arm with the lowest validation loss; None without runs.
 
     They are compared on the seeds that all of them have, if there are any.
     """
     losses: dict[Setting, dict[int, float]] = {}
     for row in rows:
         if row["arm"] == arm and "failed" not in row:
-            by_seed = losses.setdefault(_setting(row), {})
+            by_seed = losses.setdefault(setting(row), {})
             by_seed[row["seed"]] = row["valid_loss"]
     if not losses:
         return None
     shared = set.intersection(*(set(by_seed) for by_seed in losses.values()))
 
-    def loss(setting):
-        by_seed = losses[setting]
+    def loss(tried):
+        by_seed = losses[tried]
         return statistics.fmean(by_seed[seed] for seed in shared or by_seed)
 
     return min(losses, key=loss)
 
 
 def points(rows: Sequence[Row]) -> list[Point]:
-    """Every arm that has a run, at its best rate and gain, in the arms' order."""
+    """Every arm that has a run, with its best setting, in the arms' order."""
     order = {arm: place for place, arm in enumerate(ARMS)}
     arms = dict.fromkeys(row["arm"] for row in rows)
     found = []
@@ -83,26 +93,39 @@ def points(rows: Sequence[Row]) -> list[Point]:
         runs = [
             row | {"seconds": mean} if row["seconds"] is None else row
             for row in ended
-            if _setting(row) == best
+            if setting(row) == best
         ]
         found.append(Point(arm, runs[0]["head"], best, runs))
     return found
 
 
-def by_gain(rows: Sequence[Row]) -> dict[str, dict[float, float]]:
-    """Mean test perplexity by arm and gain at the best rate, of arms with several."""
+def by_setting(rows: Sequence[Row], field: str) -> dict[str, dict[float, float]]:
+    """Mean test perplexity by arm and one field of `Setting`, of arms with several.
+
+    The other fields of an arm are those with the most values tried, of these the ones
+    with the lowest validation loss.
+    """
     found: dict[str, dict[float, float]] = {}
-    for point in points(rows):
-        tried: dict[float, list[float]] = {}
+    for arm in (point.arm for point in points(rows)):
+        others: dict[Setting, dict[float, list[Row]]] = {}
         for row in rows:
-            mine = row["arm"] == point.arm and "failed" not in row
-            if mine and row["learning_rate"] == point.setting.rate:
-                tried.setdefault(_setting(row).gain, []).append(row["test_perplexity"])
+            if row["arm"] == arm and "failed" not in row:
+                value = getattr(setting(row), field)
+                by_value = others.setdefault(setting(row)._replace(**{field: 1.0}), {})
+                by_value.setdefault(value, []).append(row)
+        tried = max(others.values(), key=_tried)
         if len(tried) > 1:
-            found[point.arm] = {
-                gain: statistics.fmean(tried[gain]) for gain in sorted(tried)
+            found[arm] = {
+                value: statistics.fmean(row["test_perplexity"] for row in tried[value])
+                for value in sorted(tried)
             }
     return found
+
+
+def _tried(by_value):
+    """How much was tried, and how well it went."""
+    losses = (row["valid_loss"] for runs in by_value.values() for row in runs)
+    return len(by_value), -min(losses)
 
 
 def write_table(
@@ -134,9 +157,9 @@ def write_table(
     if any(point.arm == SOFTMAX and point.mean("seconds") > 0 for point in found):
         text += ["## Which head for how much time", "", recommendations(found), ""]
     text += ["## Validation perplexity along the training", "", along(found), ""]
-    tried = by_gain(rows)
-    if tried:
-        text += ["## Test perplexity by model.gain", "", _gains(tried), ""]
+    for field, title in SETTINGS.items():
+        if tried := by_setting(rows, field):
+            text += [f"## Test perplexity by {title}", "", _values(tried), ""]
     failed = [row for row in rows if "failed" in row]
     if failed:
         text += ["## Failed", "", *map(_failure, failed), ""]
@@ -150,8 +173,8 @@ def write_table(
 def table(found: Sequence[Point]) -> str:
     """The points as a Markdown table, the lowest perplexity first."""
     titles = [
-        *("arm", "head", "rate", "model.gain", "seeds", "test perplexity"),
-        "validation",
+        *("arm", "head", "rate", "model.gain", "tables' rate over it", "seeds"),
+        *("test perplexity", "validation"),
         *("training", "seconds", "over softmax", "parameters", "peak GiB"),
         "share of the gain",
     ]
@@ -168,7 +191,7 @@ def table(found: Sequence[Point]) -> str:
         seconds, peak = point.mean("seconds"), point.mean("peak_bytes")
         cells = [
             *(point.arm, f"`{point.head}`"),
-            *(f"{point.setting.rate:g}", f"{point.setting.gain:g}"),
+            *(f"{value:g}" for value in point.setting),
             str(len(point.runs)),
             rows_lib.spread([row["test_perplexity"] for row in point.runs]),
             rows_lib.spread([row["valid_perplexity"] for row in point.runs]),
@@ -212,13 +235,13 @@ def along(found: Sequence[Point]) -> str:
     return rows_lib.table(titles, lines)
 
 
-def _gains(tried):
-    gains = sorted({gain for by_gain in tried.values() for gain in by_gain})
+def _values(tried):
+    values = sorted(set().union(*tried.values()))
     lines = [
-        [arm, *(f"{by_gain[gain]:.2f}" if gain in by_gain else "" for gain in gains)]
-        for arm, by_gain in tried.items()
+        [arm, *(f"{found[value]:.2f}" if value in found else "" for value in values)]
+        for arm, found in tried.items()
     ]
-    return rows_lib.table(["arm", *(f"{gain:g}" for gain in gains)], lines)
+    return rows_lib.table(["arm", *(f"{value:g}" for value in values)], lines)
 
 
 def _training(point):
@@ -227,16 +250,12 @@ def _training(point):
     return rows_lib.spread([math.exp(loss) for loss in losses]) if losses else ""
 
 
-def _setting(row):
-    return Setting(row["learning_rate"], row.get("gain", 1.0))
-
-
 def _about(rows):
     devices = sorted({row["device"] for row in rows if "device" in row})
     versions = sorted({row["jax"] for row in rows if "jax" in row})
     return [
         f"{', '.join(devices) or 'no device'}, jax {', '.join(versions) or 'unknown'}. "
-        "Rate and gain are the best by validation.",
+        "Settings are the best by validation.",
         "Seconds are steps times the median step, without compilation and validations.",
         "Training is the perplexity of a run's own last batches.",
         f"Shares are of the nats that {REFERENCE} gains over {SOFTMAX}.",
@@ -244,6 +263,6 @@ def _about(rows):
 
 
 def _failure(row):
-    rate, gain = _setting(row)
-    where = f"{row['arm']} at {rate:g}, gain {gain:g}, seed {row['seed']}"
-    return f"- {where}: {row['failed']}"
+    rate, gain, table_rate = setting(row)
+    where = f"{row['arm']} at {rate:g}, gain {gain:g}, tables at {table_rate:g} times"
+    return f"- {where}, seed {row['seed']}: {row['failed']}"

@@ -227,7 +227,7 @@ def test_a_run_that_loses_its_loss_is_a_row_and_the_next_one_follows(
     assert failed["failed"].startswith("step ") and "valid_loss" not in failed
     assert started == ["softmax-0.01-0"] and row["valid_loss"] == 4.0
     text = (tmp_path / "frontier.md").read_text()
-    assert "- softmax at 1e+30, gain 1, seed 0: step " in text
+    assert "- softmax at 1e+30, gain 1, tables at 1 times, seed 0: step " in text
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         *("frontier-cover.png", "frontier.jsonl", "frontier.md", "frontier.png")
     ]
@@ -330,7 +330,7 @@ def test_gains_are_tried_like_rates():
     ]
     assert len(frontier.missing(grid, rows)) == len(keys) - 3
     softmax, _ = frontier_report.points(rows)
-    assert softmax.setting == (0.004, 4) and len(softmax.runs) == 1
+    assert softmax.setting == (0.004, 4, 1) and len(softmax.runs) == 1
     # Without gains those of the rows are asked for, as where a frontier is drawn.
     assert frontier.plan(grid._replace(gains=None), rows) == keys
 
@@ -347,17 +347,18 @@ def test_gains_have_a_table_and_a_picture_of_their_own(tmp_path):
         make_row("softmax", 0.004, gain=8.0) | {"failed": "step 3"},
         make_row("moc-7-tanh", 0.004, loss=4.1),
     ]
-    (perplexity,) = frontier_report.by_gain(rows).values()
+    (perplexity,) = frontier_report.by_setting(rows, "gain").values()
     assert list(perplexity) == [0.5, 1, 4]
     assert perplexity[1] == pytest.approx((math.exp(4.2) + math.exp(4.4)) / 2)
     frontier_report.write_table(tmp_path, rows, {})
     text = (tmp_path / "frontier.md").read_text()
     assert "| arm | 0.5 | 1 | 4 |" in text
     assert "| softmax | 90.02 | 74.07 | 54.60 |" in text
-    (axes,) = frontier_plot.by_gain(rows).axes
+    (axes,) = frontier_plot.by_setting(rows, "gain").axes
     (line,) = (line for line in axes.lines if line.get_label() == "softmax")
     assert list(line.get_ydata()) == list(perplexity.values())
-    assert frontier_plot.by_gain(rows[-1:]) is None
+    assert frontier_plot.by_setting(rows[-1:], "gain") is None
+    assert frontier_plot.by_setting(rows, "table_rate") is None
 
 
 def test_a_gain_is_the_config_s_unless_it_is_asked_for(tmp_path, started):
@@ -377,13 +378,48 @@ def test_a_gain_is_what_the_run_has():
     assert variants.make("softmax", 0.01, 0).config.model.gain == 1
 
 
+def test_rates_of_the_tables_are_tried_like_gains():
+    grid = frontier.Grid(["softmax"], [0.004], [0, 5], [1.0, 8.0], [1.0, 2.0])
+    rows = [
+        make_row("softmax", 0.004, loss=4.2),  # of before there was such a rate
+        make_row("softmax", 0.004, loss=4.1, table_rate=2.0),
+        make_row("softmax", 0.004, loss=4.0, gain=8.0, table_rate=2.0),
+    ]
+    keys = frontier.plan(grid, rows)
+    assert [*map(str, keys)] == [
+        *("softmax-0.004-0", "softmax-0.004-0-table-2", "softmax-0.004-0-gain-8"),
+        *("softmax-0.004-0-gain-8-table-2", "softmax-0.004-5-gain-8-table-2"),
+    ]
+    assert [*map(str, frontier.missing(grid, rows))] == [str(keys[2]), str(keys[4])]
+    found = frontier_report.by_setting(rows, "table_rate")
+    assert found == {"softmax": {1: math.exp(4.2), 2: math.exp(4.1)}}
+
+
+def test_a_rate_of_the_tables_is_the_config_s_unless_it_is_asked_for(tmp_path, started):
+    config, grid = make_config(), frontier.Grid(["softmax"], [0.01])
+    config.optim.learning_rate, config.optim.table_learning_rate = 0.002, 0.008
+    (row,) = frontier.run(config, tmp_path, grid)
+    assert started == ["softmax-0.01-0-table-4"] and row["table_rate"] == 4
+    both = frontier.run(config, tmp_path, grid._replace(table_rates=[1.0, 4.0]))
+    assert started[1:] == ["softmax-0.01-0"] and len(both) == 2
+
+
+def test_a_rate_of_the_tables_is_a_multiple_of_the_others():
+    variants = Variants(make_config(), 11, 17, TEXT)
+    one, four = (variants.make("softmax", 0.01, 0, 1.0, over) for over in (1.0, 4.0))
+    assert one.config.optim.table_learning_rate is None
+    assert four.config.optim.table_learning_rate == 0.04
+    assert one.fingerprint == variants.make("softmax", 0.01, 0).fingerprint
+    assert one.fingerprint != four.fingerprint
+
+
 def test_the_best_setting_is_that_of_the_validation_not_of_the_test():
     rows = [
         make_row("softmax", 0.002, loss=4.0, test_loss=4.2, test_perplexity=66.0),
         make_row("softmax", 0.004, loss=4.1, test_loss=3.9, test_perplexity=49.0),
         make_row("softmax", 0.008, loss=1.0) | {"failed": "step 3"},
     ]
-    assert frontier_report.best_setting(rows, "softmax") == (0.002, 1)
+    assert frontier_report.best_setting(rows, "softmax") == (0.002, 1, 1)
     (point,) = frontier_report.points(rows)
     assert (point.setting.rate, point.perplexity) == (0.002, 66.0)
     assert frontier_report.best_setting(rows, "mos-7-tanh") is None
@@ -392,7 +428,7 @@ def test_the_best_setting_is_that_of_the_validation_not_of_the_test():
 def test_rates_are_compared_on_the_seeds_that_both_have():
     rows = [make_row("softmax", 0.002, 0, 4.0), make_row("softmax", 0.004, 0, 4.01)]
     rows += [make_row("softmax", 0.002, seed, 4.5) for seed in (1, 2)]
-    assert frontier_report.best_setting(rows, "softmax") == (0.002, 1)
+    assert frontier_report.best_setting(rows, "softmax") == (0.002, 1, 1)
     (point,) = frontier_report.points(rows)
     assert point.mean("valid_loss") == pytest.approx((4.0 + 4.5 + 4.5) / 3)
 
@@ -405,7 +441,7 @@ def test_the_gain_is_a_share_of_that_of_the_mixture():
     ]
     text = frontier_report.table(frontier_report.points(rows)).splitlines()
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text[2:]]
-    assert [(row[0], row[7], row[9], *row[11:]) for row in cells] == [
+    assert [(row[0], row[8], row[10], *row[12:]) for row in cells] == [
         ("mos-7-tanh", "", "4.00", "", "100%"),
         ("moc-7-tanh", "50.00", "1.10", "1.00", "75%"),
         ("softmax", "", "1.00", "1.00", "0%"),
@@ -436,7 +472,7 @@ def test_an_untimed_run_takes_as_long_as_the_arms_others():
     points = frontier_report.points(rows)
     assert [point.mean("seconds") for point in points[:2]] == [10.0, 12.0]
     cells = [line.split("|") for line in frontier_report.table(points).splitlines()[2:]]
-    assert [(row[1].strip(), row[9].strip(), row[10].strip()) for row in cells] == [
+    assert [(row[1].strip(), row[10].strip(), row[11].strip()) for row in cells] == [
         *(("mos-7-tanh", "", ""), ("moc-7-tanh", "12", "1.20")),
         ("softmax", "10", "1.00"),
     ]
