@@ -90,6 +90,7 @@ def _modernized(config):
     if config.head.name in MIXTURES:
         config.head.components = 4
     optim.learning_rate = 5e-4
+    optim.table_learning_rate = 2e-3  # docs/results/frontier.md
     optim.weight_decay = 0.1
     optim.warmup_steps = 500
     optim.decay_steps = 12_600
