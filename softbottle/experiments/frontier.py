@@ -83,17 +83,13 @@ class Grid(NamedTuple):
 def plan(grid: Grid, rows: Sequence[Row]) -> list[Key]:
     """All runs in their order; the settings of the last round depend on the rows.
 
-    Without gains or table rates those of the rows are meant, or 1 if there is no row.
+    Without gains and table rates those of the rows are meant, or 1 if there is no row.
     """
     arms = [name for name in ARMS if name in grid.arms]
     arms.sort(key=lambda name: not ARMS[name].first)
     seed, *others = grid.seeds
-    known = [_key(row) for row in rows]
-    gains = grid.gains or sorted({key.gain for key in known}) or [1.0]
-    tables = grid.table_rates or sorted({key.table_rate for key in known}) or [1.0]
-    settings = [
-        *itertools.starmap(Setting, itertools.product(grid.rates, gains, tables))
-    ]
+    more = _gains_and_table_rates(grid, rows)
+    settings = [Setting(rate, *values) for rate in grid.rates for values in more]
     keys = [_with(arm, setting, seed) for setting in settings for arm in arms]
     for other in others:
         for arm in frontier_arms.SEVERAL_SEEDS:
@@ -226,6 +222,15 @@ def report(
 def _named(grid, rows, broken):
     """The runs that are missing, and why if that is known."""
     return {key: broken.get(key, "") for key in missing(grid, rows)}
+
+
+def _gains_and_table_rates(grid, rows):
+    """The pairs that a grid asks for; of what it leaves open those of the rows."""
+    known = {(key.gain, key.table_rate) for key in map(_key, rows)} or {(1.0, 1.0)}
+    if not grid.gains and not grid.table_rates:
+        return sorted(known)
+    gains, tables = (sorted(set(values)) for values in zip(*known, strict=True))
+    return [*itertools.product(grid.gains or gains, grid.table_rates or tables)]
 
 
 def _row(key: Key, variant: Variant, outcome: Row, spent: float) -> Row:

@@ -122,12 +122,6 @@ def by_setting(rows: Sequence[Row], field: str) -> dict[str, dict[float, float]]
     return found
 
 
-def _tried(by_value):
-    """How much was tried, and how well it went."""
-    losses = (row["valid_loss"] for runs in by_value.values() for row in runs)
-    return len(by_value), -min(losses)
-
-
 def write_table(
     workdir: pathlib.Path, rows: Sequence[Row], missing: Mapping[Key, str]
 ) -> str:
@@ -233,6 +227,12 @@ def along(found: Sequence[Point]) -> str:
         losses = [loss for _, loss in point.runs[0]["validations"]]
         lines.append([point.arm, *(f"{math.exp(loss):.2f}" for loss in losses)])
     return rows_lib.table(titles, lines)
+
+
+def _tried(by_value):
+    """How much was tried, and how well it went."""
+    losses = (row["valid_loss"] for runs in by_value.values() for row in runs)
+    return len(by_value), -min(losses)
 
 
 def _values(tried):

@@ -391,6 +391,11 @@ def test_rates_of_the_tables_are_tried_like_gains():
         *("softmax-0.004-0-gain-8-table-2", "softmax-0.004-5-gain-8-table-2"),
     ]
     assert [*map(str, frontier.missing(grid, rows))] == [str(keys[2]), str(keys[4])]
+    # Without both, what the rows have tried, and not every gain with every rate.
+    names = [
+        *map(str, frontier.plan(grid._replace(gains=None, table_rates=None), rows))
+    ]
+    assert names == [str(keys[place]) for place in (0, 1, 3, 4)]
     found = frontier_report.by_setting(rows, "table_rate")
     assert found == {"softmax": {1: math.exp(4.2), 2: math.exp(4.1)}}
 
