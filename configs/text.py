@@ -56,6 +56,7 @@ def get_config(argument: str = "moc") -> Config:
     regularise.output = 0.2
     regularise.latent = 0.2 if COMPONENTS[head] else 0.0
     config.optim.learning_rate = 3e-3
+    config.optim.table_learning_rate = 1.2e-2  # docs/howto/text.md
     config.optim.warmup_steps = 100
     config.optim.decay_steps = 1500
     config.optim.clip = 1.0
