@@ -69,15 +69,18 @@ def by_setting(rows: Sequence[dict[str, Any]], field: str) -> drawing.Figure | N
     found = {point.arm: point for point in frontier_report.points(rows)}
     figure = drawing.Figure(figsize=(7, 4))
     axes = figure.subplots()
+    values = sorted(set().union(*tried.values()))
     for arm, perplexity in tried.items():
+        color = _color(found[arm])
+        # A thin line alone over values that others have had and this arm has not.
+        axes.plot(list(perplexity), list(perplexity.values()), ":", color=color, lw=1)
         axes.plot(
-            list(perplexity),
-            list(perplexity.values()),
+            values,
+            [perplexity.get(value, math.nan) for value in values],
             "o--" if arm.startswith(f"{SOFTMAX}-") else "o-",
-            color=_color(found[arm]),
+            color=color,
             label=arm,
         )
-    values = sorted(set().union(*tried.values()))
     axes.set_xscale("log", base=2)
     axes.set_xticks(values, [f"{value:g}" for value in values])
     axes.set(xlabel=frontier_report.SETTINGS[field], ylabel="test perplexity")

@@ -357,7 +357,12 @@ def test_gains_have_a_table_and_a_picture_of_their_own(tmp_path):
     (axes,) = frontier_plot.by_setting(rows, "gain").axes
     (line,) = (line for line in axes.lines if line.get_label() == "softmax")
     assert list(line.get_ydata()) == list(perplexity.values())
-    assert frontier_plot.by_setting(rows[-1:], "gain") is None
+    rows += [make_row("moc-7-tanh", 0.004, loss=4.2, gain=2.0)]
+    (axes,) = frontier_plot.by_setting(rows, "gain").axes
+    gaps = {line.get_label(): list(np.isnan(line.get_ydata())) for line in axes.lines}
+    assert gaps["softmax"] == [False, False, True, False]
+    assert gaps["moc-7-tanh"] == [True, False, False, True]
+    assert frontier_plot.by_setting(rows[-2:-1], "gain") is None
     assert frontier_plot.by_setting(rows, "table_rate") is None
 
 
