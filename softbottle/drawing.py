@@ -89,15 +89,19 @@ class Figure(matplotlib.figure.Figure):
         files.replace(path, self.png())
 
 
-def label(axes: matplotlib.axes.Axes) -> None:
+def label(axes: matplotlib.axes.Axes, most: int = _FEW) -> None:
     """Name the lines: each at its right end where they are few, else in a legend.
 
     To be called last, when the lines and the limits of the axes are what they will be.
+
+    Args:
+        axes: with lines that have a label.
+        most: how many lines are few.
     """
     handles, names = axes.get_legend_handles_labels()
     lines = [_line(handle) for handle in handles]
     longest = max((len(row) for name in names for row in name.split("\n")), default=0)
-    few = len(lines) <= _FEW and longest <= _LONG
+    few = len(lines) <= most and longest <= _LONG
     if not few or not all(lines):
         axes.legend(fontsize=SMALL, frameon=False)
         return

@@ -82,6 +82,14 @@ def test_many_lines_or_a_long_name_get_a_legend(names):
     assert shown == names and not axes.texts
 
 
+def test_how_many_lines_are_few_can_be_said():
+    axes = drawing.Figure().subplots()
+    for place, name in enumerate("abcdefg"):
+        axes.plot([0, 1], [0, place], label=name)
+    drawing.label(axes, most=7)
+    assert axes.get_legend() is None and len(axes.texts) == 7
+
+
 def test_bars_get_a_legend_and_lines_out_of_view_no_name():
     bars, lines = drawing.Figure().subplots(1, 2)
     bars.bar([0, 1], [1, 2], label="bars")

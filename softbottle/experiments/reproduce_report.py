@@ -1,4 +1,4 @@
-"""A table as a page: our numbers beside the published ones."""
+"""A table as a page: our numbers beside the published ones, and a picture of them."""
 
 import json
 import pathlib
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from softbottle import files
-from softbottle.experiments import reproduce_published
+from softbottle.experiments import reproduce_plot, reproduce_published
 from softbottle.experiments import rows as rows_lib
 from softbottle.experiments.reproduce_plan import Plan, Unit
 from softbottle.training import checkpoint, metrics
@@ -24,7 +24,7 @@ def write(
     queue: Sequence[Unit],
     broken: Mapping[Unit, str],
 ) -> str:
-    """Write `workdir/TABLE.md`.
+    """Write `workdir/TABLE.md`, and `TABLE.png` where K differs from head to head.
 
     Args:
         plan: of the table.
@@ -39,6 +39,10 @@ def write(
     table = numbers(plan, rows)
     partial = ": partial" if queue else ""
     text = [f"# {plan.table.title}{partial}", "", *_setting(plan, rows), "", table, ""]
+    if shown := reproduce_plot.panels(plan, rows):
+        picture = f"{plan.grid.table}.png"
+        reproduce_plot.draw(shown).save(workdir / picture)
+        text += [f"![By the components of the mixture]({picture})", ""]
     if trained := _runs(plan, rows):
         text += ["## Runs", "", trained, ""]
     if timed := _steps(plan, rows):
@@ -140,8 +144,8 @@ def _evaluation(recipe):
 def _runs(plan, rows):
     """The trainings, with how far each of them came."""
     titles = [
-        *("run", "stage", "epochs", "averaging from", "steps", "parameters"),
-        *("best validation", "ms per step", "minutes"),
+        *("run", "stage", "epochs", "averaging from", "learning rate", "steps"),
+        *("parameters", "best validation", "ms per step", "minutes"),
     ]
     lines = []
     for unit in plan.units:
@@ -150,13 +154,14 @@ def _runs(plan, rows):
             continue
         cells = [unit.run, unit.stage]
         if "begun" in row:
-            cells += [progress(plan, unit), *6 * [""]]
+            cells += [progress(plan, unit), *7 * [""]]
         else:
             optim, epochs = plan.config(unit).optim, plan.config(unit).train.epochs
             begins = {"et": f"epoch {optim.switch_epoch}", "now": "the start"}
             cells += [
                 f"{row['epochs']} of {epochs}" if epochs else "",
                 begins.get(optim.averaging, ""),
+                f"{optim.learning_rate:g}",
                 f"{row['steps']:,}",
                 f"{row['parameters']:,}",
                 f"{row['valid_perplexity']:.2f}",

@@ -101,10 +101,15 @@ class Head(NamedTuple):
 
 _PLAIN = ("softmax", "moc", "sigsoftmax", "gss", "plif", "mos", "moss")
 _COMPONENTS = (1, 2, 3, 5, 7, 10, 20)
+_FEW = 3  # components; so few do not learn at the recipe's rate (docs/results/ptb.md)
+_SLOW = {"optim.learning_rate": 10.0}
 _ONE_WIDTH = {"model.embed_dim": 340, "model.hidden_dim": 960, "model.last_dim": 340}
 HEADS: dict[str, Head] = {
     **{name: Head(name) for name in _PLAIN},
-    **{f"mos-{k}": Head("mos", {"head.components": k}) for k in _COMPONENTS},
+    **{
+        f"mos-{k}": Head("mos", {"head.components": k, **(_SLOW if k <= _FEW else {})})
+        for k in _COMPONENTS
+    },
     # Cheap heads that do best on the frontier (docs/results/frontier.md), with the
     # mixture's widths.
     "moc-residual": Head("moc", {"head.context": "residual"}),
@@ -127,6 +132,9 @@ HEADS: dict[str, Head] = {
         },
     ),
 }
+
+# The mixture that the papers vary the components of, with all numbers of them.
+BY_COMPONENTS = ("mos", *(f"mos-{k}" for k in _COMPONENTS))
 
 _LENGTH = {"train.epochs": EPOCHS}
 _VALID = Line("valid", "not finetuned, static, valid", "static", "valid")

@@ -12,6 +12,7 @@ from softbottle.cli import configs as config_files
 from softbottle.experiments import (
     reproduce,
     reproduce_plan,
+    reproduce_plot,
     reproduce_published,
     reproduce_report,
     reproduce_stage,
@@ -155,7 +156,7 @@ def test_the_page_has_our_numbers_beside_the_published_ones(undisturbed):
     line = f"| mos | not finetuned, static, test | {static:.2f} | 1 | 55.97 [1]; "
     assert line in text
     assert "- [1] Yang et al. 2018 (arXiv:1711.03953)\n" in text
-    assert "| mos-seed3 | train | 3 of 3 | epoch 1 | 51 | " in text
+    assert "| mos-seed3 | train | 3 of 3 | epoch 1 | 0.5 | 51 | " in text
     assert "are 0.002, 0.075, 0.001 for mixtures" in text
     assert "cut short at" not in text and "## Left" not in text
 
@@ -269,7 +270,7 @@ def test_tables_of_processes_that_shared_a_device_can_be_joined(
     assert page.startswith("# Ranks of log P on Penn Treebank\n")
     for head in heads:
         assert f"| {head} | not finetuned, static, test | 5.00 | 1 |" in page
-    assert page.count("| 51 | 99 | 4.00 |  |  |") == 2
+    assert page.count("| 0.5 | 51 | 99 | 4.00 |  |  |") == 2
 
 
 def test_a_table_of_times_is_timed(tmp_path):
@@ -304,6 +305,43 @@ def test_a_line_has_mean_deviation_and_number_of_seeds(tmp_path, stubs):
     del rows[Unit("mos", 1, "static")], rows[Unit("mos", 2, "static")]
     lines = reproduce_report.numbers(plan, rows).splitlines()
     assert "| 99.00 | 1 | " in lines[3] and lines[3].endswith("| seed 3: cut short |")
+
+
+def test_mixtures_are_drawn_by_components_beside_the_published_ones(tmp_path):
+    heads = ["softmax", "mos-3", "mos-5", "mos-10", "mos-20", "mos-280"]
+    plan = Plan(Grid("ranks", heads, [1, 2], 0.5), tmp_path, load)
+    rows = {
+        Unit(head, seed, "static"): {"test": 60.0 + seed + place, "complete": True}
+        for place, head in enumerate(heads)
+        for seed in (1, 2)
+    }
+    rows[Unit("mos-20", 2, "static")]["complete"] = False
+    rows[Unit("mos-10", 1, "rank")] = {"rank": 9_417, "complete": True}
+    (panel,) = reproduce_plot.panels(plan, rows)
+    assert panel.title.endswith("ours at 0.5 of the epochs")
+    assert panel.ours == {
+        "ours, rate 0.5": [(5, 63.0), (5, 64.0), (10, 64.0), (10, 65.0), (20, 65.0)],
+        "ours, rate 10": [(3, 62.0), (3, 63.0)],
+    }
+    assert panel.levels == {"softmax": 61.5, "mos-280": 66.5}
+    yang = [(3, 58.62), (5, 57.36), (10, 56.33), (20, 56.17)]
+    assert panel.published["Yang et al. 2018"] == yang
+    figure = reproduce_plot.draw([panel])
+    (axes,) = figure.axes
+    drawn = {line.get_label(): line.get_xydata().tolist() for line in axes.lines}
+    means = [[5, 63.5], [10, 64.5], [20, 65]]
+    assert drawn["ours, rate 0.5"] == means and drawn["ours, rate 10"] == [[3, 62.5]]
+    assert drawn["softmax"] == [[3, 61.5], [20, 61.5]]
+    figure.png()
+
+
+def test_a_page_has_a_picture_where_there_is_something_to_draw(tmp_path, stubs):
+    for heads, lines in ((["mos-5"], 0), (["mos-5", "mos-10", "softmax"], 1)):
+        workdir = tmp_path / heads[-1]
+        reproduce.run(Grid("ranks", heads), workdir, load)
+        page = (workdir / "ranks.md").read_text()
+        assert page.count("](ranks.png)\n") == lines
+        assert (workdir / "ranks.png").exists() == bool(lines)
 
 
 def test_a_stage_that_failed_is_told_and_the_next_head_follows(tmp_path, stubs, capsys):
