@@ -16,8 +16,8 @@ frequent words, between white space, or with `subwords` 4,000 pieces of words (b
 encoding, learned from the text; pip install -e ".[subwords]"), so that no word is out
 of vocabulary.
 
-An LSTM of two layers, 1,500 steps of 512 tokens: 5 minutes of one core or so;
-docs/recipes.md has times and perplexities.
+An LSTM of two layers, 1,500 steps of 512 tokens: 5 to 12 minutes of one core;
+docs/howto/text.md has perplexities.
 """
 
 from softbottle.config import Config
