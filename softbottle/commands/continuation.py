@@ -12,10 +12,12 @@ as judged by each of the models, or by those that --judge names. Makes continuat
 import dataclasses
 import json
 import pathlib
+from typing import cast
 
+from softbottle import files
 from softbottle.cli import program
 from softbottle.cli.program import flags
-from softbottle.data import corpus
+from softbottle.data.vocab import Split
 from softbottle.experiments import continuation
 from softbottle.training import state
 
@@ -49,16 +51,15 @@ def main() -> None:
     )
     runs = _loaded(WORKDIRS.value)
     judges = _loaded(JUDGES.value) or runs
-    data = next(iter(runs.values())).config.data
-    text = corpus.load(dataclasses.replace(data, path=PATH.value or data.path))
-    ids = getattr(text, SPLIT.value)
-    rows, samples = continuation.compare(runs, judges, ids, settings)
+    split, run = cast(Split, SPLIT.value), next(iter(runs.values()))
+    text = state.load_corpus(WORKDIRS.value[0], run, split, path=PATH.value)
+    rows, samples = continuation.compare(runs, judges, text.splits[split], settings)
     out = pathlib.Path(OUT.value)
     out.mkdir(parents=True, exist_ok=True)
     result = {"settings": dataclasses.asdict(settings), "rows": rows}
-    (out / "continuation.json").write_text(json.dumps(result, indent=2))
-    (out / "samples.json").write_text(json.dumps(samples, indent=2))
-    (out / "continuation.md").write_text(continuation.table(rows) + "\n")
+    files.replace(out / "continuation.json", json.dumps(result, indent=2))
+    files.replace(out / "samples.json", json.dumps(samples, indent=2))
+    files.replace(out / "continuation.md", continuation.table(rows) + "\n")
     print(continuation.table(rows))
 
 

@@ -82,13 +82,15 @@ def main() -> None:
     run = _with_active(state.load_run(WORKDIR.value, dtype))
     if TEXT.value and (DYNAMIC.value or PATH.value):
         raise app.UsageError("--dynamic and --path go with a split, not with --text")
+    _check_unit(run.config.data.unit)
     trained_on = None
     if TEXT.value:
         ids = corpus.read(TEXT.value, run.vocab)
     else:
         split = cast(Split, SPLIT.value)
-        trained_on = state.load_corpus(WORKDIR.value, run, split, PATH.value)
-        ids = getattr(trained_on, split)
+        used: set[Split] = {split, "train"} if DYNAMIC.value else {split}
+        trained_on = state.load_corpus(WORKDIR.value, run, *used, path=PATH.value)
+        ids = trained_on.splits[split]
     if TOKENS.value:
         ids = ids[: TOKENS.value + 1]
     unk = run.vocab.unk
@@ -118,6 +120,16 @@ def main() -> None:
     print(f"{unknown:.2%} of the words are {UNK}.")
     which = {"text": TEXT.value} if TEXT.value else {"split": SPLIT.value}
     print(json.dumps({**which, "step": run.step, "unknown": unknown, **results}))
+
+
+def _check_unit(unit):
+    """Refuse what reads a text as one stream where the run reads its lines apart."""
+    streamed = {"dynamic": DYNAMIC.value, "cache": CACHE.value}
+    for name in (name for name, asked in streamed.items() if asked):
+        if unit != "stream":
+            raise ValueError(
+                f"--{name} reads a text as one stream; this run has data.unit={unit!r}."
+            )
 
 
 def _with_active(run):

@@ -28,6 +28,8 @@ def supervise(
 ) -> int:
     """Call `train` in a new process and wait for its end.
 
+    An outcome from before is forgotten: the settings may have been others.
+
     Args:
         values: the run's settings, of `config.to_dict`.
         folder: the run's.
@@ -40,6 +42,7 @@ def supervise(
     Raises:
         KeyboardInterrupt: on SIGINT, when the run has been asked to stop and has ended.
     """
+    (folder / _OUTCOME).unlink(missing_ok=True)
     return processes.supervise(train, (values, folder, vocab), seconds)
 
 

@@ -16,6 +16,11 @@ from softbottle.experiments.reproduce_tables import HEADS, TABLES, Stage, check_
 Row = dict[str, Any]
 Load = Callable[[str], config_lib.Config]
 _MIXTURES = ("mos", "moc", "moss")
+# Settings that every unit has its own of, and what to do instead.
+_OWN = {
+    "seed": "use --seeds",
+    "train.init_from": "a stage knows what it starts from",
+}
 
 
 class Grid(NamedTuple):
@@ -78,6 +83,9 @@ class Plan:
         check_heads(self.heads)
         if not 0 < grid.scale <= 1:
             raise ValueError(f"the scale must be above 0, at most 1, got {grid.scale}.")
+        for name, instead in _OWN.items():
+            if name in grid.changes:
+                raise ValueError(f"{name} is not set for all runs: {instead}.")
         self._workdir, self._load = workdir, load
         self._configs: dict[Unit, config_lib.Config] = {}
         self._texts: dict[str, tuple[dict[str, str], int]] = {}

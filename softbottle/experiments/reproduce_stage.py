@@ -79,14 +79,14 @@ def _measure(task):
     return measured
 
 
-def _loaded(task):
-    """A run with products in float32, and its text."""
+def _loaded(task, *splits):
+    """A run with products in float32, and its corpus, whose splits are to be used."""
     run = state.load_run(task["folder"], "float32")
-    return run, state.load_corpus(task["folder"], run, "test")
+    return run, state.load_corpus(task["folder"], run, *splits)
 
 
 def _static(task):
-    run, corpus = _loaded(task)
+    run, corpus = _loaded(task, "valid", "test")
     data = run.config.data
     score = evaluate.make_evaluator(run.model, cut=lines.cut(data, run.vocab))
     rows = {"valid": data.eval_rows, "test": data.test_rows}
@@ -101,14 +101,14 @@ def _static(task):
 
 
 def _dynamic(task, sums):
-    run, corpus = _loaded(task)
+    run, corpus = _loaded(task, "train", "test")
     settings = dynamic.from_sums(*sums, corpus.train, run.params)
     score = dynamic.evaluate(run.model, run.params, corpus.train, corpus.test, settings)
     return {"test": score.perplexity, "step": run.step, "tokens": score.count}
 
 
 def _cache(task, pointer):
-    run, corpus = _loaded(task)
+    run, corpus = _loaded(task, "test")
     kind, length = evaluate.Pointer(*pointer), run.config.data.eval_length
     score = evaluate.evaluate_with_cache(
         run.model, run.params, corpus.test, length, kind
@@ -117,7 +117,7 @@ def _cache(task, pointer):
 
 
 def _rank(task, positions):
-    run, corpus = _loaded(task)
+    run, corpus = _loaded(task, "test")
     return ending.ranks(run, corpus.test[: positions + 1]) | {"step": run.step}
 
 

@@ -3,8 +3,10 @@
 Of an arm's learning rates the one with the best objective on the validation regions is
 shown; the numbers are of the other regions, means over the seeds.
 
-A mixture of softmaxes is judged against the mixture of contexts of the same width,
-which has its parameters and not its rank, and never against the untouched model. A
+A mixture of softmaxes is judged against the mixture of as many contexts of the same
+width and kind, which has its parameters and not its rank, and never against the
+untouched model. Where that one was not run, it is judged against another mixture of
+contexts, as heads without components are; the table names what was subtracted. A
 difference has two deviations: over seeds, pooled over all arms of that width; and over
 the text, from the paired differences of its regions. It counts if it is below -0.01
 nats and beyond three of the larger one. With a narrow table a head is also judged by
@@ -134,17 +136,18 @@ def points(rows: Sequence[Row]) -> list[Point]:
 
 
 def differences(found: Sequence[Point]) -> list[Difference]:
-    """Losses of every arm but softmaxes less that of the MoC of its width."""
+    """Losses of every arm but softmaxes and MoC less that of a MoC of its width."""
     compared = []
     for same in _by_width(found):
-        controls = [point for point in same if point.arm.startswith("moc")]
+        controls = {point.arm: point for point in same if point.arm.startswith("moc")}
         if not controls:
             continue
-        compared += [
-            _difference(point, controls[0], same, "loss", "regions")
-            for point in same
-            if point is not controls[0] and not point.arm.startswith(SOFTMAX)
-        ]
+        first = next(iter(controls.values()))
+        for point in same:
+            if point.arm in controls or point.arm.startswith(SOFTMAX):
+                continue
+            control = controls.get(point.arm.replace("mos", "moc"), first)
+            compared.append(_difference(point, control, same, "loss", "regions"))
     return compared
 
 

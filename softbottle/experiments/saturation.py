@@ -23,8 +23,10 @@ from softbottle import config as config_lib
 from softbottle.analysis import curves as curves_lib
 from softbottle.analysis.instruments import turns
 from softbottle.analysis.sources import run as run_source
+from softbottle.data import corpus as corpus_lib
 from softbottle.data import lines as lines_lib
 from softbottle.data.vocab import Split
+from softbottle.experiments import frontier_arms
 from softbottle.experiments import rows as rows_lib
 from softbottle.training import metrics
 from softbottle.training.state import load_corpus
@@ -120,6 +122,7 @@ def measure(
     stream = lines_lib.stream(config.data, text.vocab, text.train, config.seed)
     start: dict[str, Any] = next((at["start"] for at in lines if "start" in at), {})
     return {
+        "fingerprint": _fingerprint(config, corpus_lib.digest(text), split),
         "head": repr(run.model.head),
         "width": config_lib.context_dim(config),
         "seed": config.seed,
@@ -143,11 +146,28 @@ def measure(
 
 
 def add(workdir: pathlib.Path | str, row: rows_lib.Row) -> None:
-    """Put a row into a folder's file, in the place of an earlier one of its run."""
+    """Put a row into a folder's file, in the place of an earlier one of its run.
+
+    Raises:
+        ValueError: if the file has a run of the same width, head and seed that had
+            other settings or another text, or was measured by another one.
+    """
     path = pathlib.Path(workdir) / FILE
     path.parent.mkdir(parents=True, exist_ok=True)
-    others = [old for old in rows_lib.read(path, key) if key(old) != key(row)]
-    rows_lib.write(path, sorted([*others, row], key=key))
+    rows = {key(old): old for old in rows_lib.read(path, key)}
+    mark = {"fingerprint": row["fingerprint"]}
+    # Rows of before have none.
+    rows_lib.check(path, key(row), mark | rows.get(key(row), {}), row["fingerprint"])
+    rows[key(row)] = row
+    rows_lib.write(path, [rows[each] for each in sorted(rows)])
+
+
+def _fingerprint(config, text, split):
+    """A hash of what a run is, but for its length, and of the text it is scored by."""
+    config = dataclasses.replace(
+        config, train=dataclasses.replace(config.train, steps=None)
+    )
+    return frontier_arms.fingerprint(config, text | {"scored": split})
 
 
 def courses(rows: Sequence[rows_lib.Row]) -> list[Course]:

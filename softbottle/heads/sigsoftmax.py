@@ -80,7 +80,7 @@ class GeneralizedSigsoftmax(PlainOrMixed):
         object.__setattr__(self, "slope", float(slope))
 
     def activation(self, params: base.Params) -> Activation:
-        """PlainOrMixed at the center; see `Head.activation`."""
+        """Bent at the center; see `Head.activation`."""
         del params
         constants = (self.center, self.slope)
         return Activation(generalized, constants, base2=generalized_base2)

@@ -302,15 +302,16 @@ def _put_in_order(folder, required):
             f"every checkpoint in {folder} is damaged: steps {steps}. Move the folder "
             "away to start from the beginning."
         )
+    rest = "an earlier one is used" if len(broken) < len(steps) else "there is no other"
     for step in broken:
         if step in damaged:
-            _put_aside(folder, step)
+            _put_aside(folder, step, rest)
             continue
         # An older one was being deleted when its process died; that loses nothing.
         if step == steps[-1]:
             warnings.warn(
                 f"CHECKPOINT {folder / str(step)} IS INCOMPLETE: its process died "
-                "while it was written. It is deleted; an earlier one is used.",
+                f"while it was written. It is deleted; {rest}.",
                 stacklevel=4,
             )
         _delete(folder / str(step))
@@ -319,7 +320,7 @@ def _put_in_order(folder, required):
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _put_aside(folder, step):
+def _put_aside(folder, step, rest):
     aside = folder / f"broken-{step}"
     number = 1
     while aside.exists():
@@ -328,8 +329,8 @@ def _put_aside(folder, step):
     (folder / str(step)).rename(aside)
     os.utime(aside)
     warnings.warn(
-        f"CHECKPOINT {folder / str(step)} IS DAMAGED: put aside as {aside.name}; an "
-        "earlier one is used.",
+        f"CHECKPOINT {folder / str(step)} IS DAMAGED: put aside as {aside.name}; "
+        f"{rest}.",
         stacklevel=5,
     )
 

@@ -106,6 +106,7 @@ def load_run(
 
     Raises:
         ValueError: if the folder holds no run, or a damaged one.
+        checkpoint.CheckpointError: if it holds no good parameters.
     """
     workdir = pathlib.Path(workdir)
     config = load_config(workdir)
@@ -121,15 +122,15 @@ def load_run(
 
 
 def load_corpus(
-    workdir: pathlib.Path | str, run: Run, split: Split, path: str | None = None
+    workdir: pathlib.Path | str, run: Run, *splits: Split, path: str | None = None
 ) -> Corpus:
-    """The corpus of a run, checked to have the run's words and its text of a split.
+    """The corpus of a run, checked to have the run's words and its text of splits.
 
     Args:
         workdir: the run's folder; of one that was written before runs kept hashes of
             their text, only the words are compared.
         run: what `load_run` gave of it.
-        split: which text is to be used.
+        splits: which texts are to be used.
         path: where the corpus is, if not where it was in training.
 
     Raises:
@@ -143,12 +144,13 @@ def load_corpus(
             f"the corpus in {data.path!r} has {len(corpus.vocab):,} words that are not "
             f"the {len(run.vocab):,} of the run in {workdir}."
         )
-    if stored.get(split, digest[split]) != digest[split]:
-        names = ", ".join(map(str, corpus_lib.files(data).get(split, [data.name])))
-        raise ValueError(
-            f"the {split} text is not the one that the run in {workdir} has: {names} "
-            "changed since it was trained."
-        )
+    for split in splits:
+        if stored.get(split, digest[split]) != digest[split]:
+            names = ", ".join(map(str, corpus_lib.files(data).get(split, [data.name])))
+            raise ValueError(
+                f"the {split} text is not the one that the run in {workdir} has: "
+                f"{names} changed since it was trained."
+            )
     return corpus
 
 

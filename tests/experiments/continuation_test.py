@@ -119,6 +119,16 @@ def test_models_of_other_words_are_not_compared():
 
 
 @pytest.mark.slow
+def test_a_text_of_other_words_than_the_runs_is_not_continued(tmp_path):
+    other = Vocab(("<eos>", *(f"x{index}" for index in range(1, VOCAB))))
+    tiny.write_run(tmp_path / "run", make_run(vocab=other))
+    flags = [f"--workdir={tmp_path / 'run'}", f"--out={tmp_path / 'out'}"]
+    code, _, errors = commands.finish(commands.start("continuation.py", *flags))
+    assert code == 2 and "words that are not" in errors
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
 def test_the_command_writes_a_table_and_every_number(tmp_path):
     tiny.write_run(tmp_path / "run", make_run())
     flags = [f"--workdir={tmp_path / 'run'}", f"--out={tmp_path / 'out'}"]

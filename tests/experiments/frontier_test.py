@@ -20,6 +20,7 @@ from softbottle.experiments import (
     frontier_plot,
     frontier_report,
     frontier_trial,
+    processes,
 )
 from softbottle.experiments.frontier_arms import ARMS, Arm, Key, Variants
 from softbottle.training import evaluate, loop, metrics, state
@@ -639,6 +640,15 @@ def test_the_command_asked_to_stop_saves_its_run_and_says_what_is_missing(tmp_pa
     assert "missing: softmax-0.01-0" in answer.output
     assert "asked to stop: saved at step" in answer.errors
     assert list((metrics.parent / "checkpoints").iterdir())
+
+
+def test_a_run_that_is_refused_does_not_have_the_outcome_of_an_earlier_one(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(processes, "supervise", lambda *arguments: 1)
+    (tmp_path / "outcome.json").write_text(json.dumps(make_outcome()))
+    assert frontier_trial.supervise({}, tmp_path, 11, None) == 1
+    assert frontier_trial.outcome(tmp_path) is None
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from softbottle.experiments import (
 )
 from softbottle.experiments.reproduce_plan import Grid, Plan, Unit
 from softbottle.experiments.reproduce_tables import HEADS, TABLES
-from softbottle.training import lock, stopping
+from softbottle.training import lock, state, stopping
 from tests import tiny
 
 pytestmark = pytest.mark.usefixtures("quick_keys", "shared_evaluators")
@@ -146,6 +146,27 @@ def test_every_stage_of_a_table_leaves_its_numbers(undisturbed):
     assert ranked["shape"] == [100, 11] and 1 < ranked["rank"] <= 11
 
 
+@pytest.mark.parametrize(
+    "measure, settings, splits",
+    [
+        *(("static", {}, {"valid", "test"}), ("cache", {"pointer": ()}, {"test"})),
+        ("dynamic", {"sums": ()}, {"train", "test"}),
+        ("rank", {"positions": 9}, {"test"}),
+    ],
+)
+def test_every_text_that_is_read_is_that_of_the_training(
+    undisturbed, monkeypatch, measure, settings, splits
+):
+    def changed(folder, run, *checked):
+        assert set(checked) == splits
+        raise ValueError("the text changed")
+
+    monkeypatch.setattr(state, "load_corpus", changed)
+    task = {"folder": undisturbed[0] / "mos-seed3" / "train"}
+    with pytest.raises(ValueError, match="the text changed"):
+        reproduce_stage._MEASURES[measure](task, **settings)
+
+
 def test_the_page_has_our_numbers_beside_the_published_ones(undisturbed):
     workdir, rows = undisturbed
     text = (workdir / "ptb.md").read_text()
@@ -244,6 +265,12 @@ def test_a_setting_that_there_is_not_is_named(tmp_path):
         ValueError, match="mos-seed3 train cannot be made: Train has no fie"
     ):
         reproduce.run(grid, tmp_path / "new", load)
+
+
+@pytest.mark.parametrize("name", ["seed", "train.init_from"])
+def test_what_every_unit_has_its_own_of_is_not_set_for_all(tmp_path, name):
+    with pytest.raises(ValueError, match=f"{name} is not set for all runs: "):
+        Plan(GRID._replace(changes={name: 3}), tmp_path, load)
 
 
 def test_heads_and_seeds_come_one_after_the_other_each_with_all_stages(tmp_path, stubs):

@@ -370,6 +370,17 @@ def test_the_decision_rule(mixture, spread, verdict):
     assert difference.verdict == verdict
 
 
+def test_a_mixture_of_softmaxes_is_compared_with_as_many_contexts_of_its_kind():
+    arms = {"moc-4-linear": 2.8, "moc-4": 3.0, "moc-8": 2.9, "softmax": 3.1}
+    arms |= {"mos-8": 2.95, "mos-4": 2.97, "mos-2": 2.99, "partition-4": 3.0}
+    rows = [row for arm, loss in arms.items() for row in make_rows(arm, [loss] * 2)]
+    found = retrofit_report.differences(retrofit_report.points(rows))
+    assert [(each.arm, each.control, round(each.nats, 6)) for each in found] == [
+        *(("mos-8", "moc-8", 0.05), ("mos-4", "moc-4", -0.03)),
+        *(("mos-2", "moc-4-linear", 0.19), ("partition-4", "moc-4-linear", 0.2)),
+    ]
+
+
 def test_heads_are_compared_at_the_same_rates_and_not_blindly_at_their_ends():
     def verdict(*rates, control=(0.1, 0.2, 0.4), seeds=2):
         rows = []

@@ -30,6 +30,7 @@ def make_row(head="softmax()", width=32, seed=0, low=400, training=400, end=400)
     curves |= {"step": steps, "loss": list(bent(low)[at] + noise[0])}
     return {
         **{"head": head, "width": width, "seed": seed, "steps_per_pass": PASS},
+        "fingerprint": "0",
         "curves": curves,
         "training": [[step, bent(training)[step - 1]] for step in range(5, end + 1, 5)],
     }
@@ -106,6 +107,15 @@ def test_the_report_has_a_line_per_run_and_a_picture(tmp_path):
         saturation_report.write(tmp_path / "none")
 
 
+def test_a_run_of_other_settings_does_not_replace_one(tmp_path):
+    old = make_row()
+    del old["fingerprint"]  # as it was written before
+    rows_lib.write(tmp_path / saturation.FILE, [old])
+    saturation.add(tmp_path, make_row())
+    with pytest.raises(ValueError, match=r"saturation\.jsonl has .* of other settings"):
+        saturation.add(tmp_path, make_row() | {"fingerprint": "1"})
+
+
 @pytest.mark.slow
 def test_a_run_is_measured_at_its_checkpoints(tmp_path):
     config = tiny.make_config(train__series=True, train__series_every=3)
@@ -114,6 +124,11 @@ def test_a_run_is_measured_at_its_checkpoints(tmp_path):
     assert saturation.key(row).width == 3 and "mos(components=2" in row["head"]
     assert row["curves"]["step"] == [1, 2, 3, 6, 9, 10]
     assert row["positions"] == {"loss": 100, "states": 50}
+    marks = {
+        saturation.measure(tmp_path / "run", split)["fingerprint"]
+        for split in ("test", "valid")
+    }
+    assert len(marks) == 2 and row["fingerprint"] in marks
     assert row["steps_per_pass"] == 17  # 331 words in 4 rows of 82, by fives
     assert [step for step, _ in row["training"]] == [*range(1, 11)]
     # The last checkpoint is the best here, and all of the text is scored.

@@ -133,3 +133,14 @@ def test_a_prompt_from_standard_input_is_continued_and_its_unknown_words_named(
     words = output.removesuffix("\n").replace("\n", " <eos> ").split()[3:]
     assert len(words) == 11
     assert set(words) <= set(state.load_run(workdir).vocab.words)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["dynamic", "cache"])
+def test_what_reads_one_stream_is_refused_where_lines_are_read_apart(tmp_path, way):
+    config = tiny.make_config(data__unit="lines", data__synthetic__words=7)
+    tiny.write_run(tmp_path, tiny.make_run(config, tiny.make_words(7)))
+    started = commands.start("evaluate.py", "--workdir", tmp_path, f"--{way}")
+    code, _, errors = commands.finish(started)
+    assert code == 2
+    assert f"--{way} reads a text as one stream; this run has data.unit='l" in errors

@@ -172,8 +172,11 @@ def test_the_corpus_of_a_run_has_its_words_and_its_text(tmp_path):
     assert state.load_corpus(tmp_path / "run", run, "test").vocab == run.vocab
     changed = make_text_run(tmp_path, test="d b\n")
     state.load_corpus(tmp_path / "run", changed, "valid")
-    with pytest.raises(ValueError, match=r"the test text is not .*test\.txt changed"):
-        state.load_corpus(tmp_path / "run", changed, "test")
+    for splits in (("test",), ("valid", "test")):
+        with pytest.raises(
+            ValueError, match=r"the test text is not .*test\.txt changed"
+        ):
+            state.load_corpus(tmp_path / "run", changed, *splits)
     (tmp_path / "train.txt").write_text("c b d e\n")
     with pytest.raises(ValueError, match="has 5 words that are not the 5"):
         state.load_corpus(tmp_path / "run", changed, "valid")
