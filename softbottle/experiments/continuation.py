@@ -31,6 +31,7 @@ import numpy as np
 from softbottle.data import lines
 from softbottle.data.batches import Batch
 from softbottle.data.vocab import Vocab
+from softbottle.experiments import rows as rows_lib
 from softbottle.scoring import generate
 from softbottle.training import evaluate
 from softbottle.training.state import Run
@@ -230,14 +231,14 @@ def table(rows: list[Row]) -> str:
     """The rows as a Markdown table, mean ± deviation over the seeds."""
     fields = list(rows[-1]["drawn"][0])
     titles = ["continued by", "perplexity", "cache right", *fields]
-    text = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
+    written = []
     for row in rows:
         cells = [row["run"]]
         cells.append(f"{row['perplexity']:.2f}" if "perplexity" in row else "")
         cells.append(f"{row['cache_right']:.1%}" if "cache_right" in row else "")
         cells += [_cell([drawn[field] for drawn in row["drawn"]]) for field in fields]
-        text.append("| " + " | ".join(cells) + " |")
-    return "\n".join(text)
+        written.append(cells)
+    return rows_lib.table(titles, written)
 
 
 def _cell(values):
