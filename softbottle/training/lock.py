@@ -5,8 +5,9 @@ ends, however it ends. That is enough on local disks, and on NFS and Lustre (mou
 with `flock`), which pass it on to their server. Other shared file systems (gcsfuse
 among them) lock within one machine or not at all. So the file also holds who has it
 and a heartbeat, a number that its owner raises every `BEAT_SECONDS`. A process that
-gets the lock although a process of another machine has not given it back watches that
-number first, and an owner that finds somebody else's name in the file stops.
+finds an owner of whom `flock` tells nothing, on another machine or where there are no
+locks, watches that number first, and an owner that finds somebody else's name in the
+file stops.
 """
 
 import contextlib
@@ -85,6 +86,7 @@ class Lock:
         os.close(self._file)
 
     def _acquire(self):
+        locked = True
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -92,15 +94,16 @@ class Lock:
         except OSError as error:
             if error.errno not in _WITHOUT_LOCKS:
                 raise
+            locked = False
         owner = self._read()
-        # On this machine `flock` has just told that the owner is gone.
         here = all(owner.get(key) == self._me[key] for key in ("host", "boot"))
-        if owner and not here:
+        # On this machine a lock that was obtained tells that the owner is gone.
+        if owner and not (locked and here):
             self._watch(owner)
         self._write(self._me | {"beat": 0})
 
     def _watch(self, owner):
-        """Return when an owner on another machine has been silent for long enough."""
+        """Return when an owner has been silent for long enough."""
         print(
             f"{self._workdir} was not given back by {_name(owner)}; waiting "
             f"{WATCH_SECONDS:g} s to see whether it is still at work",

@@ -73,15 +73,37 @@ def quick(monkeypatch):
     monkeypatch.setattr(lock, "WATCH_SECONDS", 0.5)
 
 
-@pytest.fixture(params=["locks within a machine", "no locks"])
-def far_file_system(request, quick, monkeypatch):
+@pytest.fixture
+def no_locks(quick, monkeypatch):
+    """A file system that has none."""
+
+    def refuse(*_):
+        raise OSError(lock.errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+
+
+@pytest.fixture(params=["quick", "no_locks"])
+def far_file_system(request):
     """One that does not tell of other machines' locks."""
-    if request.param == "no locks":
+    request.getfixturevalue(request.param)
 
-        def refuse(*_):
-            raise OSError(lock.errno.ENOLCK, "No locks available")
 
-        monkeypatch.setattr(fcntl, "flock", refuse)
+def test_without_locks_an_owner_at_work_on_this_machine_keeps_the_folder(
+    no_locks, tmp_path
+):
+    with Lock(tmp_path) as held:
+        with pytest.raises(LockedError, match=f"process {os.getpid()} on host"):
+            Lock(tmp_path)
+        held.check()
+
+
+def test_without_locks_a_silent_owner_on_this_machine_is_replaced(no_locks, tmp_path):
+    with Lock(tmp_path):
+        left = owner_of(tmp_path) | {"process": 12, "token": "t"}
+    write_owner(tmp_path, **left)
+    with Lock(tmp_path):
+        assert owner_of(tmp_path)["process"] == os.getpid()
 
 
 def test_a_silent_owner_on_another_machine_is_replaced(
