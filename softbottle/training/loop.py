@@ -348,7 +348,10 @@ def _report(trainer, step, history):
     if jax.process_index() == 0:
         # The checkpoint knows how many steps had no line yet.
         logged = step - history.window[2]
-        writer = metrics.Writer(trainer.workdir, step, start, logged)
+        # One that was saved before the last validation has it done once more.
+        ended = not _continues(config.train, step, trainer.stream.epoch, history)
+        validates = ended and history.evaluated != step
+        writer = metrics.Writer(trainer.workdir, step, start, logged, validates)
         progress = metrics.Progress(total, step, config.head.name)
     report = metrics.Report(
         writer,

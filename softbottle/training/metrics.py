@@ -1,8 +1,9 @@
 """What a run reports: JSON lines always, TensorBoard when its writer is installed.
 
 `metrics.jsonl` holds one object per line, each with its `step`; the first is the run's
-config and the versions that ran it. A resumed run drops the lines beyond the step it
-resumes from, so that the file reads like that of an undisturbed run. The file is a
+config and the versions that ran it. A resumed run drops the lines of what it will do
+again, which are those beyond the step it resumes from and sometimes that step's
+validation, so that the file reads like that of an undisturbed run. The file is a
 report, not the run: one that was deleted, cut short or damaged costs a warning and the
 lines that are gone.
 """
@@ -37,15 +38,27 @@ class Writer:
         step: that the run resumes from; later lines are dropped.
         start: what the first line tells of the run.
         logged: the last step up to `step` that was given a line of its own.
+        validates: the run validates `step`; an earlier validation of it is dropped.
     """
 
     def __init__(
-        self, workdir: pathlib.Path, step: int, start: dict[str, Any], logged: int = 0
+        self,
+        workdir: pathlib.Path,
+        step: int,
+        start: dict[str, Any],
+        logged: int = 0,
+        validates: bool = False,
     ):
         path = workdir / "metrics.jsonl"
         # At step 0 nothing has come of an earlier start, whose settings may be others.
         earlier = _lines(path) if step else []
         lines = [line for line in earlier if line["step"] <= step]
+        if validates:
+            lines = [
+                line
+                for line in lines
+                if line["step"] < step or "valid_loss" not in line
+            ]
         if not any("start" in line for line in lines):
             lines = [{"step": 0, "start": start}, *lines]
         if logged and not any(line["step"] == logged for line in lines):

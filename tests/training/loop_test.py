@@ -317,6 +317,7 @@ def test_damage_beside_the_checkpoints_stops_no_run(finished, copied, folder):
     with pytest.warns(UserWarning, match=f"{folder}/.* IS DAMAGED"):
         again = train.run(tiny(train__series=True), copied)
     assert without_time(again) == without_time(finished[2])
+    assert curve(copied) == curve(finished[1])
 
 
 @pytest.mark.slow
@@ -402,6 +403,28 @@ def test_asked_to_stop_in_the_last_validation_it_does_and_then_goes_on(
         assert train.run(config, copied) == {}
     assert checkpoint.sealed_steps(copied / "checkpoints")[-1] == 15
     assert train.run(config, copied)["steps"] == 15
+
+
+@pytest.mark.slow
+def test_the_last_validation_has_one_line_however_often_the_run_ends(
+    copied, monkeypatch
+):
+    """Also where the last checkpoint, of the same step, was saved before it."""
+    config = tiny(train__series=True, train__steps=15, train__eval_every=50)
+    evaluated = metrics.Report.evaluated
+
+    def crash(*arguments):
+        evaluated(*arguments)
+        raise Crash
+
+    with monkeypatch.context() as patch, pytest.raises(Crash):
+        patch.setattr(metrics.Report, "evaluated", crash)
+        train.run(config, copied)
+    before = curve(copied)
+    assert [line["step"] for line in valid_losses(copied)] == [5, 10, 15]
+    for _ in range(2):
+        train.run(config, copied)
+        assert curve(copied) == before
 
 
 def test_a_second_trainer_is_refused_and_changes_nothing(copied):
