@@ -247,10 +247,12 @@ def _check_corpus(workdir, config, vocab, digest):
 def _check_same(workdir, config, stored):
     """How long a run is and what it prints may change; what it computes may not."""
     free = ("train.", "mesh.", "data.path", "data.cache")
+    other_start = _names(config.train.init_from) != _names(stored["train"]["init_from"])
     different = [
         line
         for line in config_lib.differences(config, stored)
         if not line.startswith(free)
+        or (other_start and line.startswith("train.init_from"))
     ]
     if different:
         raise ValueError(
@@ -258,3 +260,8 @@ def _check_same(workdir, config, stored):
             + "; ".join(different)
             + ". Use another --workdir, or these settings."
         )
+
+
+def _names(init_from):
+    """The last two names of a path, which stay when several runs are moved together."""
+    return pathlib.PurePath(init_from or "").parts[-2:]

@@ -124,6 +124,29 @@ def test_how_long_a_run_is_and_where_its_text_lies_may_change(tmp_path):
 
 
 @pytest.mark.parametrize(
+    "ours, theirs",
+    [("runs/none", "runs/mos"), (None, "runs/mos"), ("runs/mos", None)],
+)
+def test_another_run_to_start_from_is_an_error_that_leaves_the_stored_one(
+    tmp_path, ours, theirs
+):
+    write(tmp_path, train__init_from=theirs)
+    seal(tmp_path)
+    with pytest.raises(ValueError, match=r"train.init_from: .* here, .* there\. Use"):
+        write(tmp_path, train__init_from=ours, train__steps=17)
+    assert state.load_config(tmp_path).train.init_from == theirs
+
+
+def test_a_run_resumes_where_it_was_moved_to_with_what_it_started_from(tmp_path):
+    write(tmp_path / "old", train__init_from="old/mos-seed3/train")
+    seal(tmp_path / "old")
+    (tmp_path / "old").rename(tmp_path / "new")
+    moved = str(tmp_path / "new" / "mos-seed3" / "train")
+    write(tmp_path / "new", train__init_from=moved)
+    assert state.load_config(tmp_path / "new").train.init_from == moved
+
+
+@pytest.mark.parametrize(
     "words",
     [("<eos>", "b", "c", "d"), ("<eos>", "c", "b", "d", "e")],
 )
