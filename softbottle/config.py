@@ -30,8 +30,9 @@ AVERAGING = ("none", "nt", "et", "now")
 DTYPES = ("float32", "bfloat16")
 BIASES = ("zero", "frequency")
 # Version of the settings' meaning, stored with them. 0 had 0 and "" for "not set"; in 0
-# and 1 every mixture had tanh contexts; in 2 the other kinds read a longer direction.
-FORMAT = 3
+# and 1 every mixture had tanh contexts; in 2 the other kinds read a longer direction;
+# up to 3 sgd took settings of adamw's schedule, and no notice of them.
+FORMAT = 4
 
 
 @dataclasses.dataclass
@@ -173,7 +174,7 @@ class Optim(Section):
     table_learning_rate: float | None = positive(None)  # word tables; None: as others
     slope_learning_rate: float | None = positive(None)  # plif's slopes; None: as others
     warmup_steps: int = within(0, 0)  # adamw: linear learning-rate warm-up
-    decay_steps: int | None = positive(None)  # adamw: cosine decay over these steps
+    decay_steps: int | None = positive(None)  # adamw: cosine decay ends at this step
     end_factor: float = within(0.0, 0)  # adamw: the last learning rate over the peak
     weight_decay: float = within(0.0, 0)  # of all parameters
     clip: float | None = positive(None)  # gradient clipping, by the global norm
@@ -275,9 +276,11 @@ def from_dict(values: Mapping[str, Any]) -> Config:
     if version == 2 and mixes and head.context != "tanh":
         raise ValueError(
             f"the settings are of format 2, whose {head.context or 'residual'} "
-            f"contexts read h / |h|; from format {FORMAT} on they read h / (4 |h|). "
+            "contexts read h / |h|; from format 3 on they read h / (4 |h|). "
             "The run has to be trained again."
         )
+    if version < 4 and config.optim.name == "sgd":
+        config.optim.warmup_steps, config.optim.decay_steps = 0, None
     return config
 
 
@@ -357,6 +360,22 @@ def _check_together(config):
         raise ValueError(
             f"data.rows={data.rows} is not a multiple of "
             f"optim.accumulate={config.optim.accumulate}."
+        )
+    _check_schedule(config.optim)
+
+
+def _check_schedule(optim):
+    """Raise ValueError for a warm-up or a decay that cannot be."""
+    warmup, decay = optim.warmup_steps, optim.decay_steps
+    if optim.name == "sgd" and (warmup or decay):
+        raise ValueError(
+            f"optim.warmup_steps={warmup} and optim.decay_steps={decay} are of adamw's "
+            "schedule; optim.name='sgd' has none, so they must be 0 and None."
+        )
+    if decay is not None and warmup >= decay:
+        raise ValueError(
+            f"optim.warmup_steps={warmup} must be below optim.decay_steps={decay}, the "
+            "step at which the decay that follows the warm-up ends."
         )
 
 

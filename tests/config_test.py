@@ -165,6 +165,29 @@ def test_contexts_that_have_changed_since_are_not_read_as_others(name):
     assert configs.from_dict(stored).head.context == "tanh"
 
 
+@pytest.mark.parametrize("warmup", [5, 6])
+def test_a_warm_up_ends_before_the_decay(warmup):
+    config = changed("optim.decay_steps", 5)
+    config.optim.warmup_steps = warmup
+    expected = rf"optim\.warmup_steps={warmup} must be below optim\.decay_steps=5"
+    with pytest.raises(ValueError, match=expected):
+        configs.validate(config)
+    config.optim.warmup_steps = 4
+    configs.validate(config)
+
+
+@pytest.mark.parametrize("path", ["optim.warmup_steps", "optim.decay_steps"])
+def test_sgd_has_no_schedule_and_ignored_one_in_earlier_versions(path):
+    config = changed(path, 7)
+    config.optim.name = "sgd"
+    with pytest.raises(ValueError, match=rf"{path}=7 .*optim\.name='sgd' has none"):
+        configs.validate(config)
+    stored = configs.to_dict(config)
+    assert configs.from_dict(stored) == config
+    read = configs.validate(configs.from_dict(stored | {"format": 3}))
+    assert (read.optim.warmup_steps, read.optim.decay_steps) == (0, None)
+
+
 def test_a_language_stored_before_there_were_readings_is_the_random_one():
     stored = configs.to_dict(changed("data.synthetic.words", 5))
     for name in ("readings", "rank"):

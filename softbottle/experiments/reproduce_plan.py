@@ -221,9 +221,11 @@ def _shorten(config, scale, steps_per_epoch):
         train.steps = _share(train.steps, scale)
     if train.epochs is not None:
         train.epochs = _share(train.epochs, scale)
+    optim.warmup_steps = round(scale * optim.warmup_steps)
     if optim.decay_steps is not None:
         optim.decay_steps = _share(optim.decay_steps, scale)
-    optim.warmup_steps = round(scale * optim.warmup_steps)
+        # Few steps may round to as many of either, and the decay needs one.
+        optim.warmup_steps = min(optim.warmup_steps, optim.decay_steps - 1)
     optim.switch_epoch = round(scale * optim.switch_epoch)
 
 

@@ -466,6 +466,10 @@ def test_a_share_of_a_recipe_switches_and_decays_at_that_share(tmp_path):
     config = Plan(grid, tmp_path, recipe).config(Unit("mos", 1, "train"))
     assert (config.train.steps, config.train.epochs) == (round(0.4 * 9 * 17), None)
     assert (config.optim.warmup_steps, config.optim.decay_steps) == (4, 20)
+    # Both are 3 when rounded.
+    few = Grid("lm1b", ["mos"], [1], 0.06, {"optim.warmup_steps": 45})
+    config = Plan(few, tmp_path, recipe).config(Unit("mos", 1, "train"))
+    assert (config.optim.warmup_steps, config.optim.decay_steps) == (2, 3)
 
 
 @pytest.mark.slow
