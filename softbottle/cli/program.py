@@ -209,8 +209,11 @@ def _parse(arguments):
     unset = [re.fullmatch(r"--config\.([\w.]+)=none", word) for word in arguments]
     rest = [word for word, match in zip(arguments, unset, strict=True) if not match]
     remaining = flags.FLAGS(rest)
+    config = flags.FLAGS.flag_values_dict().get("config")
     for match in filter(None, unset):
-        config_lib.unset(flags.FLAGS.config, match[1])
+        if config is None:
+            raise app.UsageError(f"--config is needed for {match[0]}")
+        config_lib.unset(config, match[1])
     return remaining
 
 

@@ -9,9 +9,9 @@ from softbottle.cli import program
 from softbottle.training import lock
 
 
-def status_of(monkeypatch, main):
-    """The exit status of a command without flags."""
-    monkeypatch.setattr(sys, "argv", ["softbottle test"])
+def status_of(monkeypatch, main, *arguments):
+    """The exit status of a command without flags of its own."""
+    monkeypatch.setattr(sys, "argv", ["softbottle test", *arguments])
     command = types.ModuleType("softbottle.commands.test")
     command.main = main
     with pytest.raises(SystemExit) as end:
@@ -67,6 +67,12 @@ def test_a_folder_in_use_is_refused_in_one_line(monkeypatch, capsys):
     assert status_of(monkeypatch, main) == program.REFUSED
     (line,) = capsys.readouterr().err.splitlines()
     assert "runs/mine is in use" in line
+
+
+def test_a_setting_of_no_config_is_refused_in_one_line(monkeypatch, capsys):
+    word = "--config.train.steps=none"
+    assert status_of(monkeypatch, None, word) == program.REFUSED
+    assert capsys.readouterr().err == f"--config is needed for {word}\n"
 
 
 def test_another_error_of_the_device_is_no_message_for_users(monkeypatch):
