@@ -31,7 +31,8 @@ DTYPES = ("float32", "bfloat16")
 BIASES = ("zero", "frequency")
 # Version of the settings' meaning, stored with them. 0 had 0 and "" for "not set"; in 0
 # and 1 every mixture had tanh contexts; in 2 the other kinds read a longer direction;
-# up to 3 sgd took settings of adamw's schedule, and no notice of them.
+# up to 3 sgd took settings of adamw's schedule, and no notice of them, and heads had
+# the defaults of _HEADS_BEFORE.
 FORMAT = 4
 
 
@@ -85,7 +86,8 @@ class Head(Section):
     """The output layer.
 
     From `components` on a setting belongs to the heads that have a field of its name
-    (heads/); None is the head's own default, and all a head without that field takes.
+    (heads/); None is the head's own default, which not all settings have, and all that
+    a head without that field takes.
     The words that mixtape takes for frequent are the first of the vocabulary, which
     `data.vocab_size` sorts by frequency.
     """
@@ -279,8 +281,12 @@ def from_dict(values: Mapping[str, Any]) -> Config:
             "contexts read h / |h|; from format 3 on they read h / (4 |h|). "
             "The run has to be trained again."
         )
-    if version < 4 and config.optim.name == "sgd":
-        config.optim.warmup_steps, config.optim.decay_steps = 0, None
+    if version < 4:
+        if config.optim.name == "sgd":
+            config.optim.warmup_steps, config.optim.decay_steps = 0, None
+        for name, value in _HEADS_BEFORE.get(head.name, {}).items():
+            if getattr(head, name) is None:
+                setattr(head, name, value)
     return config
 
 
@@ -403,4 +409,10 @@ _UNSET_BEFORE = {
     "train.init_from": "",
     "train.profile_steps": 0,
     "train.stop_patience": 0,
+}
+
+# What was meant up to format 3 by settings of heads that are not set, and now must be.
+_HEADS_BEFORE: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("mos", "moc", "moss"), {"components": 1}),
+    "gss": {"center": 0.0, "slope": 1.0},
 }

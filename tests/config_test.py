@@ -3,7 +3,9 @@ import json
 
 import pytest
 
+import softbottle
 from softbottle import config as configs
+from softbottle import heads
 from softbottle.config import Config
 
 
@@ -139,7 +141,7 @@ def test_what_earlier_versions_wrote_for_not_set_is_not_set():
     for name in ("cap", "context", "active", "draw", "classes", "lower", "layers"):
         del stored["head"][name]
     config = Config()
-    config.head.context = "tanh"
+    config.head.components, config.head.context = 1, "tanh"
     assert configs.from_dict(stored) == config
 
 
@@ -186,6 +188,22 @@ def test_sgd_has_no_schedule_and_ignored_one_in_earlier_versions(path):
     assert configs.from_dict(stored) == config
     read = configs.validate(configs.from_dict(stored | {"format": 3}))
     assert (read.optim.warmup_steps, read.optim.decay_steps) == (0, None)
+
+
+@pytest.mark.parametrize(
+    "settings, meant",
+    [
+        ({"name": "mos"}, softbottle.mos(1)),
+        ({"name": "moc", "components": 3}, softbottle.moc(3)),
+        ({"name": "moss", "context": "linear"}, softbottle.moss(1, "linear")),
+        ({"name": "gss", "center": -1.5}, softbottle.gss(-1.5, 1.0)),
+        ({"name": "gss", "slope": 2.5}, softbottle.gss(0.0, 2.5)),
+    ],
+)
+def test_what_a_head_had_by_default_before_is_read_as_that(settings, meant):
+    stored = configs.to_dict(Config()) | {"format": 3}
+    stored["head"] |= settings
+    assert heads.from_config(configs.from_dict(stored).head) == meant
 
 
 def test_a_language_stored_before_there_were_readings_is_the_random_one():

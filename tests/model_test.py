@@ -29,6 +29,8 @@ def make_config(head="mos", backbone="window", **regularise):
     config.head.name = head
     for name, value in {
         "components": 2,
+        "center": 0.5,
+        "slope": 2.0,
         "knots": 13,
         "rank": WIDTH,
         "classes": 3,
@@ -476,7 +478,7 @@ def test_a_head_that_reads_the_state_needs_a_table_of_its_width():
         make(config)
 
 
-@pytest.mark.parametrize("name", ["moc", "softmax", "gss", "softcap"])
+@pytest.mark.parametrize("name", ["moc", "softmax", "softcap"])
 def test_another_head_has_the_settings_that_both_have(name):
     config = make_config("plif")
     variant = models.with_head(config, name, 4)
@@ -484,6 +486,12 @@ def test_another_head_has_the_settings_that_both_have(name):
     assert variant.head.components == (2 if kept else None)
     assert variant.head.knots is None and variant.model.context_dim == 4
     assert variant.model.last_dim == (LAST if kept else 4)
+
+
+@pytest.mark.parametrize("name, setting", [("mos", "components"), ("gss", "center")])
+def test_another_head_that_needs_a_setting_is_refused_without_it(name, setting):
+    with pytest.raises(ValueError, match=f"head.{setting} must be set: {name} has no"):
+        models.with_head(make_config("softmax"), name, 4)
 
 
 def test_a_model_says_how_its_step_is_computed():

@@ -140,8 +140,9 @@ def draw(rows: Sequence[Row]) -> drawing.Figure:
 def _variant(config, name, components, seed):
     if "components" not in heads.settings(name):
         raise ValueError(f"the head {name!r} has no components that could be swept.")
-    variant = model.with_head(config, name, config_lib.context_dim(config))
+    variant = config_lib.from_dict(config_lib.to_dict(config))
     variant.head.components, variant.seed = components, seed
+    variant = model.with_head(variant, name, config_lib.context_dim(config))
     if variant.data.name == "synthetic":
         variant.data.synthetic.seed = seed
     variant.train.equal_softmax = variant.train.same_width_softmax = False

@@ -30,7 +30,7 @@ class Mixed(contexts.Projecting):
         context: how the contexts are made, one of contexts.KINDS.
     """
 
-    components: int = 1
+    components: int
 
     def __post_init__(self) -> None:
         """Check the settings."""

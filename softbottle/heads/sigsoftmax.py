@@ -64,8 +64,8 @@ class GeneralizedSigsoftmax(PlainOrMixed):
     """
 
     name: ClassVar[str] = "gss"
-    center: float = 0.0
-    slope: float = 1.0
+    center: float
+    slope: float
 
     def __post_init__(self) -> None:
         """Check the settings."""

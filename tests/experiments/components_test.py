@@ -5,6 +5,8 @@ import json
 import numpy as np
 import pytest
 
+import softbottle
+from softbottle import model
 from softbottle.analysis.sources import run as run_source
 from softbottle.experiments import components, sweep
 from softbottle.training import metrics, state
@@ -113,3 +115,14 @@ def test_what_cannot_be_swept_is_refused_before_anything_is_trained(
     with pytest.raises(SystemExit, match="asked to stop"):
         components.run(make_config(), tmp_path, ["mos"], [2], [0])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_components_may_be_those_of_a_head_that_the_config_has_not(
+    tmp_path, monkeypatch
+):
+    trained = []
+    monkeypatch.setattr(sweep.trial, "run", lambda config, _: trained.append(config))
+    softmax = make_config(head__name="softmax", head__components=None)
+    with pytest.raises(SystemExit, match="asked to stop"):
+        components.run(softmax, tmp_path, ["mos"], [2], [0])
+    assert [model.make_head(config) for config in trained] == [softbottle.mos(2)]

@@ -38,10 +38,12 @@ def test_what_a_config_sets_is_what_heads_have():
     "settings, head",
     [
         ({"name": "softmax"}, softbottle.softmax()),
-        ({"name": "mos"}, softbottle.mos(1)),
         ({"name": "mos", "components": 3}, softbottle.mos(3)),
-        ({"name": "gss", "center": -1.5}, softbottle.gss(-1.5, 1.0)),
-        ({"name": "gss", "slope": 2, "components": 3}, softbottle.gss(0.0, 2.0, 3)),
+        ({"name": "gss", "center": -1.5, "slope": 2}, softbottle.gss(-1.5, 2.0)),
+        (
+            {"name": "gss", "center": 0.0, "slope": 2.0, "components": 3},
+            softbottle.gss(0.0, 2.0, 3),
+        ),
         ({"name": "plif"}, softbottle.plif(100_000)),
         ({"name": "plif", "knots": 9, "span": 2.5}, softbottle.plif(9, 2.5)),
         ({"name": "lowrank", "rank": 4}, softbottle.lowrank(4)),
@@ -76,10 +78,21 @@ def test_a_config_gives_the_head_with_its_settings(settings, head):
             "which has ['center', 'slope', 'components', 'context'].",
         ),
         ({"name": "lowrank"}, "head.rank must be set: lowrank has no default"),
+        ({"name": "mos"}, "head.components must be set: mos has no default"),
+        ({"name": "moc"}, "head.components must be set: moc has no default"),
+        ({"name": "moss"}, "head.components must be set: moss has no default"),
+        ({"name": "gss", "slope": 2.0}, "head.center must be set: gss has no default"),
+        ({"name": "gss", "center": 0.0}, "head.slope must be set: gss has no default"),
         ({"name": "mos", "components": -3}, "head.components must be an integer >= 1"),
         ({"name": "softcap", "cap": -1.0}, "head.cap must be positive and finite"),
-        ({"name": "gss", "context": "tanh"}, "head.context='tanh' is for a mixture"),
-        ({"name": "moc", "context": "cosh"}, "head.context must be one of ('residual'"),
+        (
+            {"name": "gss", "center": 0.0, "slope": 2.0, "context": "tanh"},
+            "head.context='tanh' is for a mixture",
+        ),
+        (
+            {"name": "moc", "components": 3, "context": "cosh"},
+            "head.context must be one of ('residual'",
+        ),
         ({"components": 3, "active": 4}, "head.active must be at most components=3"),
         ({"components": 3, "draw": True}, "head.draw is for a mixture some of which"),
         ({"name": "mixtape"}, "head.frequent must be set: mixtape has no default"),
@@ -98,10 +111,11 @@ def test_what_a_head_does_not_take_is_refused_with_what_it_does(settings, messag
 def test_a_setting_is_set_on_the_command_line():
     words = ["program", f"--config={ROOT / 'configs' / 'quickstart.py'}:softmax"]
     words += ["--config.head.name=gss", "--config.head.center=-1.5"]
+    words += ["--config.head.slope=2"]
     values = flags.FlagValues()
     config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=words)
     values(words)
-    assert heads.from_config(values.config.head) == softbottle.gss(-1.5, 1.0)
+    assert heads.from_config(values.config.head) == softbottle.gss(-1.5, 2.0)
 
 
 def test_a_run_whose_head_is_refused_writes_nothing(tmp_path):
