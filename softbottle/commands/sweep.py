@@ -23,7 +23,9 @@ from softbottle.cli import program
 from softbottle.cli.program import app, flags
 from softbottle.experiments import components, objectives, sweep
 
-CONFIG = program.define_config(", on the synthetic language or templates")
+CONFIG = program.define_config(
+    ", on the synthetic language for heads, templates for objectives"
+)
 WORKDIR = flags.DEFINE_string("workdir", None, "Where it all goes.", required=True)
 HEADS = flags.DEFINE_list("heads", ["softmax", "moc", "mos"], "Heads to compare.")
 WIDTHS = program.define_numbers("widths", [4, 8, 16, 32], "Context widths.", int)

@@ -45,23 +45,30 @@ def run(
         seeds, also in `workdir/sweep.json`; the table is printed, the picture drawn.
 
     Raises:
-        ValueError: if `beside` is no such file.
+        ValueError: if the language is not synthetic, a head needs a setting that is not
+            set, or `beside` is no such file.
     """
+    if config.data.name != "synthetic":
+        raise ValueError(
+            "heads are compared by their divergence from the truth of a synthetic "
+            f"language, and data.name is {config.data.name!r}: sweep --components, or "
+            "--objectives on the templates."
+        )
     others = _read(pathlib.Path(beside)) if beside else []
     workdir = pathlib.Path(workdir)
+    variants = {
+        (head, width, seed): _variant(config, head, width, seed)
+        for head in heads
+        for width in widths
+        for seed in seeds
+    }
     summaries: dict[tuple[str, int], list[dict[str, Any]]] = {}
-    for head in heads:
-        for width in widths:
-            for seed in seeds:
-                variant = model.with_head(config, head, width)
-                variant.seed = variant.data.synthetic.seed = seed
-                variant.train.equal_softmax = head == "mos"
-                variant.train.same_width_softmax = False
-                summary = train(variant, workdir / f"{head}-{width}-{seed}")
-                summaries.setdefault((head, width), []).append(summary)
-                if "equal_softmax" in summary:
-                    other = summary["equal_softmax"]
-                    summaries.setdefault((EQUAL, width), []).append(other)
+    for (head, width, seed), variant in variants.items():
+        summary = train(variant, workdir / f"{head}-{width}-{seed}")
+        summaries.setdefault((head, width), []).append(summary)
+        if "equal_softmax" in summary:
+            other = summary["equal_softmax"]
+            summaries.setdefault((EQUAL, width), []).append(other)
     language = synthetic.describe(config.data.synthetic)
     rows = [
         {"language": language, **_row(head, width, runs)}
@@ -137,6 +144,14 @@ def _read(path):
     if not (isinstance(rows, list) and all("language" in row for row in rows)):
         raise ValueError(f"{path} is no sweep.json: its rows name no language.")
     return rows
+
+
+def _variant(config, head, width, seed):
+    variant = model.with_head(config, head, width)
+    variant.seed = variant.data.synthetic.seed = seed
+    variant.train.equal_softmax = head == "mos"
+    variant.train.same_width_softmax = False
+    return config_lib.validate(variant)
 
 
 def _row(head, width, runs):

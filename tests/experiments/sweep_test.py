@@ -123,6 +123,23 @@ def test_what_is_no_sweep_is_not_drawn_beside_one(tmp_path):
         sweep.run(make_config(), tmp_path, ["moc"], [3], [0], path)
 
 
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"data__name": "templates"}, "synthetic language, and .* 'templates': sweep"),
+        ({}, "head.components must be set: mos has no default"),
+    ],
+)
+def test_what_cannot_be_swept_is_refused_before_anything_is_trained(
+    fields, message, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(sweep.trial, "run", lambda *_: pytest.fail("it trained"))
+    config = tiny.make_config(head__name="softmax", head__components=None, **fields)
+    with pytest.raises(ValueError, match=message):
+        sweep.run(config, tmp_path / "sweep", ["softmax", "mos"], [3], [0])
+    assert not (tmp_path / "sweep").exists()
+
+
 def test_a_sweep_asked_to_stop_says_so(monkeypatch, tmp_path):
     monkeypatch.setattr(sweep.trial, "run", lambda config, workdir: {})
     with pytest.raises(SystemExit, match="asked to stop"):
