@@ -20,7 +20,16 @@ def run(config: config_lib.Config, workdir: pathlib.Path | str) -> dict[str, Any
     adds the divergence from its truth, templates add the accuracy on their answers, and
     `train.same_width_softmax` and `train.equal_softmax` the same of softmaxes, which
     are trained in folders of these names in `workdir`.
+
+    Raises:
+        ValueError: also if templates are not read as lines that end in an answer.
     """
+    data = config.data
+    if data.name == "templates" and data.unit != "answers":
+        raise ValueError(
+            "a run on templates is measured on their answers: data.unit must be "
+            f"'answers', got {data.unit!r}."
+        )
     summary = loop.run(config, workdir, at_end=_measure)
     if summary and jax.process_index() == 0:
         from softbottle.experiments import ending

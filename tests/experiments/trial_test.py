@@ -7,6 +7,7 @@ import signal
 import pytest
 
 from softbottle import cli
+from softbottle import config as configs
 from softbottle.analysis import inspection
 from softbottle.analysis.settings import Settings
 from softbottle.experiments import ending, trial
@@ -45,6 +46,14 @@ def test_a_trial_whose_metrics_were_lost_draws_no_curve_and_says_so(tried, tmp_p
     ):
         assert trial.run(tiny.make_config(), workdir)["kl"] > 0
     assert not (workdir / "valid.png").exists()
+
+
+@pytest.mark.parametrize("unit", sorted({*configs.UNITS} - {"answers"}))
+def test_templates_without_answers_are_refused_before_they_are_trained(unit, tmp_path):
+    config = tiny.make_config(data__name="templates", data__unit=unit)
+    with pytest.raises(ValueError, match=f"unit must be 'answers', got '{unit}'"):
+        trial.run(config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow
