@@ -397,14 +397,17 @@ def count_parameters(params: Any, vocab: int) -> int:
 
 
 def step_flop(config: config_lib.Config, params: Any, tokens: int) -> int:
-    """6 flop a token and parameter, those of the table again for each component.
+    """6 flop a token and parameter, those of the output table for each component.
 
-    What a training step computes, but for attention's products of states.
+    What a training step computes, but for attention's products of states. The rows of
+    the input table are looked up, which is no product.
     """
     table = params["table_VE" if config.model.tied else "output_VE"].size
     products = heads.from_config(config.head).products
-    total = sum(leaf.size for leaf in jax.tree.leaves(params))
-    return 6 * tokens * (total + (products - 1) * table)
+    tables = ("table_VE", "output_VE")
+    others = {name: value for name, value in params.items() if name not in tables}
+    total = sum(leaf.size for leaf in jax.tree.leaves(others))
+    return 6 * tokens * (total + products * table)
 
 
 def with_head(config: config_lib.Config, name: str, width: int) -> config_lib.Config:

@@ -418,6 +418,43 @@ def test_the_papers_models_have_exactly_their_parameters(
     assert models.count_parameters(params, vocab) == expected
 
 
+# Products per token of the backbone, the head and the output table, then what is added
+# or multiplied by one number per token and parameter. 4 gates of 7 units read 5 and 7
+# numbers; the transformer is 8 wide, 24 inside.
+LSTM, LSTM_BIASES = 4 * 7 * (5 + 7), 2 * 4 * 7
+BLOCK, SCALES = 4 * 8 * 8 + 3 * 8 * 24, 3 * 8
+
+
+@pytest.mark.parametrize(
+    "head, backbone, output, expected",
+    [
+        (
+            *("mos", "awd_lstm", None),
+            (LSTM + 7 * 2 + 7 * 2 * 5 + 2 * 11 * 5) + (LSTM_BIASES + 2 * 5 + 11),
+        ),
+        (
+            *("mos", "awd_lstm", 3),
+            (LSTM + 7 * 2 + 7 * 2 * 3 + 2 * 11 * 3) + (LSTM_BIASES + 2 * 3 + 11),
+        ),
+        (
+            *("softmax", "transformer", None),
+            (5 * 8 + BLOCK + 8 * 5 + 11 * 5) + (SCALES + 11),
+        ),
+    ],
+    ids=["tied", "untied", "transformer"],
+)
+def test_the_flop_of_a_step_are_those_of_its_products(head, backbone, output, expected):
+    config = make_config(head, backbone)
+    config.model.layers, config.model.tied = 1, output is None
+    config.model.context_dim = output
+    if head == "mos":
+        config.head.context = "tanh"
+    init = models.make(configs.validate(config), VOCAB).init
+    params = jax.eval_shape(init, make_key(0))
+    # Twice as many flop, and as many again for each of two gradients.
+    assert models.step_flop(config, params, 13) == 13 * 3 * 2 * expected
+
+
 def test_the_equal_softmax_is_the_widest_that_has_no_more_parameters():
     config = make_config("mos")
     config.model.tied, config.model.context_dim = False, 3
