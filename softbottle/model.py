@@ -17,6 +17,7 @@ import dataclasses
 import functools
 import json
 import os
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -431,6 +432,24 @@ def with_head(config: config_lib.Config, name: str, width: int) -> config_lib.Co
     if not heads.from_config(variant.head).projects:
         variant.model.last_dim = width
     return variant
+
+
+def replace_head(
+    config: config_lib.Config, settings: Mapping[str, Any]
+) -> config_lib.Config:
+    """The same settings with a head of these alone; all others have its defaults.
+
+    How the loss is computed stays: `budget_mib` and `implementation`.
+
+    Raises:
+        ValueError: for a setting that no head has.
+    """
+    values = config_lib.to_dict(config)
+    for name in values["head"]:
+        if name not in ("budget_mib", "implementation"):
+            values["head"][name] = None
+    values["head"] |= settings
+    return config_lib.from_dict(values)
 
 
 def equal_softmax(

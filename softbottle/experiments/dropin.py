@@ -18,7 +18,7 @@ import json
 import math
 import pathlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,13 +26,15 @@ import numpy as np
 import optax
 
 from softbottle import config as config_lib
+from softbottle import files, sections
 from softbottle import model as model_lib
 from softbottle.data import corpus as corpora
 from softbottle.data.batches import Batch, Stream, evaluation
+from softbottle.experiments import rows as rows_lib
 from softbottle.experiments.frontier_arms import fingerprint
 from softbottle.training import step as step_lib
 
-Row = dict[str, Any]
+Row = rows_lib.Row
 SOFTMAX = "softmax"
 # By the name of their rows; `config.head` of each. The first is what users put in.
 RIVALS: dict[str, Row] = {
@@ -47,6 +49,15 @@ RATES = (1e-3, 3e-3, 1e-2)
 TIED = (True, False)
 VALIDATED = 40  # batches
 PLACES = 16  # of the text at which a training may begin
+# What the loop here does not do, of the settings that change what a model learns.
+_NOT_DONE = (
+    *("data.unit", "data.variable", "cache.objective"),
+    *("regularise.activation", "regularise.slowness", "regularise.balance"),
+    *("optim.name", "optim.table_learning_rate", "optim.slope_learning_rate"),
+    *("optim.warmup_steps", "optim.decay_steps", "optim.weight_decay"),
+    *("optim.averaging", "optim.accumulate"),
+    *("train.epochs", "train.init_from", "train.stop_patience"),
+)
 
 
 class Point(NamedTuple):
@@ -67,7 +78,8 @@ def run(
     """Train every rival and a softmax at every point; resumes where it stopped.
 
     Args:
-        config: the backbone, the text and the steps; its head is not read.
+        config: the backbone, the text and the steps; of its head only how the loss is
+            computed is read.
         workdir: where `dropin.jsonl` and `dropin.md` go.
         rivals: names of RIVALS.
         seeds: how many models per head and point.
@@ -76,23 +88,30 @@ def run(
         The rows: a line of dropin.jsonl each.
 
     Raises:
-        ValueError: if there is no such rival, or `workdir` has rows of other settings.
+        ValueError: if there is no such rival, the config has settings that are not
+            followed here or widths that no softmax has, or `workdir` has rows of other
+            settings or lines that are no rows.
     """
     for name in rivals:
         if name not in RIVALS:
             raise ValueError(f"no rival is called {name!r}; there are {list(RIVALS)}.")
+    _check_followed(config)
+    heads = {SOFTMAX: {"name": SOFTMAX}} | {name: RIVALS[name] for name in rivals}
+    variants = {
+        (tied, name): variant(config, head, tied)
+        for tied, (name, head) in itertools.product(TIED, heads.items())
+    }
     corpus = corpora.load(config.data)
     told = corpora.digest(corpus) | {"begins": f"at one of {PLACES} places"}
     mark = fingerprint(variant(config, {"name": SOFTMAX}, True), told)
     workdir = pathlib.Path(workdir)
     workdir.mkdir(parents=True, exist_ok=True)
-    lines = workdir / "dropin.jsonl"
-    rows = [json.loads(line) for line in _lines(lines)]
+    path = workdir / "dropin.jsonl"
+    rows = rows_lib.read(path, lambda row: (_identity(row), row["fingerprint"]))
     if any(row["fingerprint"] != mark for row in rows):
-        raise ValueError(f"{lines} has rows of other settings or of another text.")
+        raise ValueError(f"{path} has rows of other settings or of another text.")
     done = {_identity(row) for row in rows}
-    heads = {SOFTMAX: {"name": SOFTMAX}} | {name: RIVALS[name] for name in rivals}
-    for tied, (name, head) in itertools.product(TIED, heads.items()):
+    for (tied, name), settings in variants.items():
         trainer = None
         for deviation, rate, seed in itertools.product(DEVIATIONS, RATES, range(seeds)):
             point = Point(config.model.backbone, tied, deviation, rate)
@@ -100,24 +119,27 @@ def run(
             if _identity(row) in done:
                 continue
             if trainer is None:
-                trainer = _Trainer(variant(config, head, tied), corpus)
-            row |= trainer.train(deviation, rate, seed)
-            with lines.open("a") as file:
-                file.write(json.dumps(row) + "\n")
-            print(json.dumps(row), flush=True)
-            rows.append(row)
+                trainer = _Trainer(settings, corpus)
+            rows.append(row | trainer.train(deviation, rate, seed))
+            rows_lib.write(path, rows)
+            print(json.dumps(rows[-1]), flush=True)
     text = report(rows)
-    (workdir / "dropin.md").write_text(text + "\n")
+    files.replace(workdir / "dropin.md", text + "\n")
     print(text)
     return rows
 
 
 def variant(config: config_lib.Config, head: Row, tied: bool) -> config_lib.Config:
-    """The config with a head and a table of its own."""
-    values = config_lib.to_dict(config)
-    values["head"] |= head
-    values["model"]["tied"] = tied
-    return config_lib.validate(config_lib.from_dict(values))
+    """The config with a head and a table of its own.
+
+    Raises:
+        ValueError: if the widths of state and table do not go with the head.
+    """
+    changed = model_lib.replace_head(config, head)
+    changed.model.tied = tied
+    changed = config_lib.validate(changed)
+    model_lib.make_head(changed)
+    return changed
 
 
 def noise(rows: Sequence[Row], head: str, rate: float) -> float:
@@ -164,30 +186,41 @@ def report(rows: Sequence[Row]) -> str:
             for point, difference in differences.items()
         )
         dead = sum(row.get("dead", 0) > 0 for row in rows if row["head"] == name)
-        verdicts.append(
-            f"| {name} | {len(differences)} | {worse} | "
-            f"{max(differences.values(), default=math.nan):+.3f} | "
-            f"{np.mean(list(differences.values())):+.3f} | {dead} |"
-        )
-    text += ["| head | points | worse | worst, nats | mean, nats | runs with dead |"]
-    text += ["|---|---|---|---|---|---|", *verdicts]
+        worst = max(differences.values(), default=math.nan)
+        mean = np.mean(list(differences.values()))
+        cells = [len(differences), worse, f"{worst:+.3f}", f"{mean:+.3f}", dead]
+        verdicts.append([name, *map(str, cells)])
+    titles = ["head", "points", "worse", "worst, nats", "mean, nats", "runs with dead"]
+    text.append(rows_lib.table(titles, verdicts))
     for kind, points in itertools.groupby(
         sorted(by_head[SOFTMAX]), key=lambda point: point[:2]
     ):
         text += ["", f"{kind[0]}, {'tied' if kind[1] else 'untied'}:", ""]
-        text += ["| std | rate | softmax | " + " | ".join(names) + " |"]
-        text += ["|" + "---|" * (3 + len(names))]
+        lines = []
         for point in points:
-            cells = [
-                f"{by_head[name][point]:.3f}" if point in by_head[name] else ""
-                for name in (SOFTMAX, *names)
+            means = [
+                f"{losses[point]:.3f}" if point in losses else ""
+                for losses in by_head.values()
             ]
-            text.append(f"| {point.deviation} | {point.rate} | {' | '.join(cells)} |")
+            lines.append([str(point.deviation), str(point.rate), *means])
+        text.append(rows_lib.table(["std", "rate", *by_head], lines))
     return "\n".join(text)
 
 
-def _lines(path):
-    return path.read_text().splitlines() if path.exists() else []
+def _check_followed(config):
+    """Raise ValueError, naming them, if settings of _NOT_DONE are not the defaults."""
+    values = sections.flatten(config_lib.to_dict(config))
+    usual = sections.flatten(config_lib.to_dict(config_lib.Config()))
+    others = [
+        f"{name}={values[name]!r} must be {usual[name]!r}"
+        for name in _NOT_DONE
+        if values[name] != usual[name]
+    ]
+    if others:
+        raise ValueError(
+            "dropin trains by Adam at a constant rate on a stream of text, for "
+            f"train.steps, and follows no other setting: {', '.join(others)}."
+        )
 
 
 def _identity(row):
@@ -227,7 +260,8 @@ class _Trainer:
         width = self.config.model.table_range / math.sqrt(3)
         for name in {"table_VE", "output_VE"} & params.keys():
             params[name] = params[name] * (deviation / width)
-        params, losses = self.fit(params, rate, self._batches(seed))
+        key = jax.random.key(seed)
+        params, losses = self.fit(params, rate, self._batches(seed), key)
         loss, shares = self.validate(params, self.validation)
         row = {"loss": float(loss), "last_training_loss": float(jnp.mean(losses[-50:]))}
         if len(shares) > 1:
@@ -244,20 +278,19 @@ class _Trainer:
         batches = [stream.next() for _ in range(self.config.train.steps)]
         return jax.tree.map(lambda *arrays: np.stack(arrays), *batches)
 
-    def _fit(self, params, rate, batches):
+    def _fit(self, params, rate, batches, key):
         tx = optax.chain(
             optax.clip_by_global_norm(self.config.optim.clip or math.inf),
             optax.scale_by_adam(),
         )
         carry = self.model.initial_carry(self.config.data.rows)
 
-        def step(state, batch):
-            params, opt_state, carry = state
+        def step(state, numbered):
+            (params, opt_state, carry), (number, batch) = state, numbered
+            dropped = jax.random.fold_in(key, number)
 
             def mean(params):
-                loss, after = self.model.loss(
-                    params, Batch(*batch), carry, jax.random.key(0)
-                )
+                loss, after = self.model.loss(params, Batch(*batch), carry, dropped)
                 return loss.total / loss.tokens, after
 
             (loss, carry), grads = jax.value_and_grad(mean, has_aux=True)(params)
@@ -265,8 +298,9 @@ class _Trainer:
             updates = jax.tree.map(lambda update: -rate * update, updates)
             return (optax.apply_updates(params, updates), opt_state, carry), loss
 
+        numbers = jnp.arange(self.config.train.steps)
         (params, *_), losses = jax.lax.scan(
-            step, (params, tx.init(params), carry), batches
+            step, (params, tx.init(params), carry), (numbers, batches)
         )
         return params, losses
 

@@ -247,13 +247,7 @@ class Variants:
         return self._with_trunk(softmax, self._time(reference)), 1
 
     def _with_head(self, settings):
-        values = config_lib.to_dict(self._config)
-        for name in values["head"]:
-            if name not in ("budget_mib", "implementation"):
-                values["head"][name] = None
-        values["head"] |= settings
-        # Read as settings of today: an unknown one is refused, naming those there are.
-        config = config_lib.from_dict(values)
+        config = model_lib.replace_head(self._config, settings)
         if not heads.from_config(config.head).projects:
             width = config.model.last_dim
             config = model_lib.with_head(config, config.head.name, width)

@@ -2,12 +2,16 @@
 
 import json
 
+import jax
 import numpy as np
 import pytest
 
+import softbottle
 from softbottle import config as configs
+from softbottle import model
 from softbottle.data import synthetic
 from softbottle.experiments import dropin
+from tests import tiny
 
 
 def make_config():
@@ -95,8 +99,71 @@ def test_a_rival_that_does_not_exist_is_refused_with_those_that_do(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_rows_of_other_settings_are_refused(tmp_path):
-    row = {"head": "softmax", "fingerprint": "another"}
-    (tmp_path / "dropin.jsonl").write_text(json.dumps(row) + "\n")
+def test_rows_of_other_settings_and_torn_ones_are_refused(tmp_path):
+    point = dropin.Point("awd_lstm", True, 0.1, 1e-3)._asdict()
+    row = {"head": "softmax", "seed": 0, **point, "fingerprint": "another"}
+    line = json.dumps(row) + "\n"
+    (tmp_path / "dropin.jsonl").write_text(line)
     with pytest.raises(ValueError, match="dropin.jsonl has rows of other settings"):
         dropin.run(make_config(), tmp_path, ["mos"], seeds=2)
+    (tmp_path / "dropin.jsonl").write_text(line + line[:20])
+    with pytest.raises(ValueError, match="dropin.jsonl: line 2 is not a run's row"):
+        dropin.run(make_config(), tmp_path, ["mos"], seeds=2)
+
+
+def test_the_configs_own_head_is_not_read():
+    config = make_config()
+    config.head.name, config.head.components, config.head.active = "mos", 15, 2
+    config.head.context, config.head.budget_mib = "tanh", 7
+    found = [
+        dropin.variant(config, head, tied=False)
+        for head in ({"name": "softmax"}, *dropin.RIVALS.values())
+    ]
+    assert [model.make_head(variant) for variant in found] == [
+        softbottle.softmax(),
+        softbottle.mos(4),
+        softbottle.mos(4, "linear"),
+        softbottle.mos(4, "tanh"),
+        softbottle.moc(4),
+        softbottle.partition(4),
+    ]
+    assert {variant.head.budget_mib for variant in found} == {7}
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"train__steps": None, "train__epochs": 2}, "train.epochs=2 must be None"),
+        ({"optim__weight_decay": 0.1}, "optim.weight_decay=0.1 must be 0.0"),
+        ({"optim__warmup_steps": 5}, "optim.warmup_steps=5 must be 0"),
+        ({"optim__name": "sgd"}, "optim.name='sgd' must be 'adamw'"),
+        ({"regularise__slowness": 1.0}, "regularise.slowness=1.0 must be 0.0"),
+        ({"data__unit": "packed"}, "data.unit='packed' must be 'stream'"),
+        ({"data__variable": True}, "data.variable=True must be False"),
+        ({"model__last_dim": 17}, "head.name=softmax: .*hidden_dim=17 .*context_dim="),
+    ],
+)
+def test_what_is_not_followed_is_refused_before_anything_is_made(
+    fields, message, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(dropin, "_Trainer", lambda *_: pytest.fail("it trained"))
+    config = tiny.change(make_config(), **fields)
+    with pytest.raises(ValueError, match=message):
+        dropin.run(config, tmp_path / "run", ["mos"], seeds=2)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_every_step_and_seed_has_a_dropout_mask_of_its_own():
+    config = make_config()
+    config.model.backbone, config.regularise.output = "window", 0.5
+    config.train.steps = 3
+    corpus = synthetic.corpus(config.data.synthetic)
+    trainer = dropin._Trainer(dropin.variant(config, {"name": "softmax"}, True), corpus)
+    params = trainer.init(jax.random.key(0))
+    # The same batch at every step, from which nothing is learned.
+    first = jax.tree.map(lambda array: array[[0, 0, 0]], trainer._batches(0))
+    losses = [
+        trainer.fit(params, 0.0, first, jax.random.key(seed))[1] for seed in (0, 1)
+    ]
+    assert len(np.unique(losses)) == 6
