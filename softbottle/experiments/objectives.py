@@ -11,7 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from softbottle import config as config_lib
+from softbottle import files
 from softbottle.experiments import ambiguity, sweep
+from softbottle.experiments import rows as rows_lib
 
 PLACES = (2, 5, 10)  # the k of Acc@k that the table shows
 DISTRIBUTIONS = dict(
@@ -62,8 +64,8 @@ def run(
                 folder = workdir / f"{objective}-{rate:g}-{seed}"
                 runs.append(sweep.train(variant, folder))
             rows.append({"objective": objective, "rate": rate, "runs": runs})
-    (workdir / "objectives.json").write_text(json.dumps(rows, indent=2))
-    (workdir / "objectives.md").write_text(table(rows) + "\n")
+    files.replace(workdir / "objectives.json", json.dumps(rows, indent=2))
+    files.replace(workdir / "objectives.md", table(rows) + "\n")
     print(table(rows))
     return rows
 
@@ -72,7 +74,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     """The rows as a Markdown table; accuracies are in percent."""
     titles = [f"{name}, Acc@{_joined(PLACES)}" for name in DISTRIBUTIONS.values()]
     titles = ["objective", "rate", "seeds", *titles, "rank", "test perplexity"]
-    lines = ["| " + " | ".join(titles) + " |", "|---" * len(titles) + "|"]
+    lines = []
     for row in rows:
         runs = row["runs"]
         cells = [row["objective"], f"{row['rate']:g}", str(len(runs))]
@@ -82,8 +84,8 @@ def table(rows: list[dict[str, Any]]) -> str:
         ranked = [f"{name}_rank" for name in ambiguity.NAMES[:2]]
         cells.append(_joined(_range(runs, field, 1, 0) for field in ranked))
         cells.append(_range(runs, "test_perplexity", 1, 2))
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        lines.append(cells)
+    return rows_lib.table(titles, lines)
 
 
 def _range(runs, field, factor, digits):

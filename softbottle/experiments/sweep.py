@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from softbottle import config as config_lib
-from softbottle import drawing, model
+from softbottle import drawing, files, model
 from softbottle.data import synthetic
+from softbottle.experiments import rows as rows_lib
 from softbottle.experiments import trial
 
 EQUAL = "softmax, as many parameters as mos"
@@ -74,7 +75,7 @@ def run(
         {"language": language, **_row(head, width, runs)}
         for (head, width), runs in summaries.items()
     ]
-    (workdir / "sweep.json").write_text(json.dumps(rows, indent=2))
+    files.replace(workdir / "sweep.json", json.dumps(rows, indent=2))
     print(table(rows))
     draw(rows + others).save(workdir / "sweep.png")
     return rows
@@ -94,16 +95,18 @@ def train(config: config_lib.Config, workdir: pathlib.Path) -> dict[str, Any]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows as a Markdown table."""
+    titles = ["head", "d of the point", "parameters", "KL to the truth (nats)", "rank"]
     lines = [
-        "| head | d of the point | parameters | KL to the truth (nats) | rank |",
-        "|---|---|---|---|---|",
+        [
+            row["head"],
+            str(row["width"]),
+            f"{row['parameters']:,}",
+            f"{row['kl']:.4f} ± {row['kl_deviation']:.4f}",
+            f"{row['rank']:.0f}",
+        ]
+        for row in rows
     ]
-    for row in rows:
-        lines.append(
-            f"| {row['head']} | {row['width']} | {row['parameters']:,} | "
-            f"{row['kl']:.4f} ± {row['kl_deviation']:.4f} | {row['rank']:.0f} |"
-        )
-    return "\n".join(lines)
+    return rows_lib.table(titles, lines)
 
 
 def draw(rows: list[dict[str, Any]]) -> drawing.Figure:

@@ -34,6 +34,17 @@ def trained(monkeypatch):
     return seen
 
 
+def test_rows_are_replaced_whole(trained, monkeypatch, tmp_path):
+    def full_disk(_):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("os.fsync", full_disk)
+    (tmp_path / "objectives.json").write_text("of before")
+    with pytest.raises(OSError, match="No space"):
+        objectives.run(make_config(), tmp_path, {"plain": [1e-3]}, [0])
+    assert (tmp_path / "objectives.json").read_text() == "of before"
+
+
 def test_every_objective_rate_and_seed_is_a_run_of_its_own(trained, tmp_path):
     config = make_config()
     config.train.init_from = "somewhere/plain-{seed}"

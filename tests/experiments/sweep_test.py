@@ -140,6 +140,19 @@ def test_what_cannot_be_swept_is_refused_before_anything_is_trained(
     assert not (tmp_path / "sweep").exists()
 
 
+def test_rows_are_replaced_whole(monkeypatch, tmp_path):
+    def full_disk(_):
+        raise OSError("No space left on device")
+
+    summary = {"kl": 1.0, "parameters": 7, "rank": 3}
+    monkeypatch.setattr(sweep.trial, "run", lambda config, workdir: summary)
+    monkeypatch.setattr("os.fsync", full_disk)
+    (tmp_path / "sweep.json").write_text("of before")
+    with pytest.raises(OSError, match="No space"):
+        sweep.run(make_config(), tmp_path, ["softmax"], [3], [0])
+    assert (tmp_path / "sweep.json").read_text() == "of before"
+
+
 def test_a_sweep_asked_to_stop_says_so(monkeypatch, tmp_path):
     monkeypatch.setattr(sweep.trial, "run", lambda config, workdir: {})
     with pytest.raises(SystemExit, match="asked to stop"):
