@@ -5,6 +5,9 @@ from the mixture, otherwise from what temperature, `top_k` and `top_p` leave of 
 probabilities. With a cache the words are those of the head and of the text so far:
 every state is remembered, once, with the word that followed it.
 
+A run that reads lines apart (`data.unit`) continues the last line of its prompt, and
+begins anew after the end of each, as every line began in its training.
+
 Axes: P words of a prompt, N words that are generated, M entries of the cache.
 """
 
@@ -48,19 +51,30 @@ def generate(
         ValueError: if a setting is out of its range.
     """
     _check(run, tokens, temperature, top_k, top_p)
-    prompt = np.asarray(prompt if len(prompt) else [run.vocab.eos], np.int32)
+    eos, apart = run.vocab.eos, run.config.data.unit != "stream"
+    prompt = np.asarray(prompt, np.int32)
+    if apart:
+        prompt = _last_line(prompt, eos)
+    elif not len(prompt):
+        prompt = np.asarray([eos], np.int32)
+    size = len(prompt) + tokens
     programs = _programs(run.model, temperature, top_k, top_p, cache)
     read = _recurrent if jax.tree.leaves(run.model.initial_carry(1)) else _rereading
-    states = read(run, programs.hidden, prompt, tokens)
+    states = read(run, programs.hidden, prompt, size)
     hidden_CD = next(states)
-    past = _empty(len(prompt) + tokens, hidden_CD)
-    past = _remember(past, hidden_CD[:-1], prompt[1:])
+    past = _remember(_empty(size, hidden_CD), hidden_CD[:-1], prompt[1:])
     keys = jax.random.split(jax.random.key(seed), tokens)
     for index in range(tokens):
         hidden_1D, key = hidden_CD[-1:], keys[index]
         word = int(programs.next_word(run.params, hidden_1D, past, key))
         yield word
-        if index + 1 < tokens:
+        if index + 1 == tokens:
+            return
+        if apart and word == eos:
+            states = read(run, programs.hidden, np.asarray([eos], np.int32), size)
+            hidden_CD = next(states)
+            past = _empty(size, hidden_CD)
+        else:
             past = _remember(past, hidden_1D, np.asarray([word], np.int32))
             hidden_CD = states.send(word)
 
@@ -174,18 +188,28 @@ def _drawer(model, temperature, top_k, top_p, cache):
     return draw
 
 
-def _recurrent(run, hidden, prompt, tokens):
+def _last_line(prompt, eos):
+    """The words after the last `eos`, with one in front, as lines are read."""
+    (ends,) = np.nonzero(prompt == eos)
+    start = ends[-1] + 1 if len(ends) else 0
+    return np.append(eos, prompt[start:]).astype(np.int32)
+
+
+def _recurrent(run, hidden, prompt, size):
     """Hidden states of what is new, from a carry: the prompt, then word by word."""
-    del tokens
+    del size
     carry, ids = run.model.initial_carry(1), prompt
     while True:
         hidden_BSD, carry = hidden(run.params, _batch(ids), carry)
         ids = np.asarray([(yield hidden_BSD[0])], np.int32)
 
 
-def _rereading(run, hidden, prompt, tokens):
-    """The same of a model without a carry, which reads the text so far again."""
-    text, start, end = np.zeros(len(prompt) + tokens, np.int32), 0, len(prompt)
+def _rereading(run, hidden, prompt, size):
+    """The same of a model without a carry, which reads the text so far again.
+
+    It is one of `size` words, the last of which are no words yet.
+    """
+    text, start, end = np.zeros(size, np.int32), 0, len(prompt)
     text[:end] = prompt
     while True:
         hidden_BSD, _ = hidden(run.params, _batch(text), ())

@@ -108,6 +108,29 @@ def test_words_follow_from_all_the_text_before_them(backbone):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("cache", [False, True])
+@pytest.mark.parametrize("backbone", ["awd_lstm", "transformer"])
+def test_a_run_that_reads_lines_apart_begins_each_line_anew(backbone, cache):
+    config = tiny.make_softmax(backbone, 4, model__attention_heads=2)
+    run = tiny.make_run(config, WORDS, seed=2, scale=2.0)
+    lines = tiny.change(configs.from_dict(configs.to_dict(config)), data__unit="lines")
+    apart, ended = run._replace(config=lines), 0
+    for eos in range(VOCAB):
+        words = [f"w{index}" for index in range(VOCAB)]
+        words[eos] = "<eos>"
+        named = apart._replace(vocab=Vocab(tuple(words)))
+        prompt = [word for word in (3, 1) if word != eos]
+        drawn = list(generate(named, [5, eos, *prompt], 6, top_k=1, cache=cache))
+        line = [eos, *prompt]
+        for word in drawn:
+            # A stream that begins with the line goes on as the line does.
+            assert word == next(generate(run, line, 1, top_k=1, cache=cache))
+            line = [eos] if word == eos else [*line, word]
+        ended += eos in drawn[:-1]
+    assert ended, "no line came to its end"
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("backbone", ["awd_lstm", "transformer"])
 def test_prompts_of_equal_length_are_compiled_for_once(backbone, monkeypatch):
     config = tiny.make_softmax(backbone, 4, model__attention_heads=2)

@@ -270,7 +270,8 @@ def compare(readers: dict[str, Reader]) -> report.Section:
     for group in groups.values():
         # The widest model's, so that the line reaches every width.
         reader = max(group.values(), key=lambda reader: reader.text.dimensions)
-        readers_of = ", ".join(group) if len(group) <= _FEW else f"{len(group)} models"
+        named, more = [*group][:_FEW], len(group) - _FEW
+        readers_of = ", ".join(named) + (f" and {more} more" if more > 0 else "")
         title = reader.text.title.format(readers_of)
         errors[title] = _of_text(reader.text, reader.settings)
         widths[title] = {

@@ -89,14 +89,13 @@ def of_capture(capture: Capture, settings: Settings, ranks: rank.HeadRanks) -> S
 
 def law(models: dict[str, Size]) -> Fit | str:
     """The law of models that read the same tokens, or why there is none."""
-    by_size = sorted(models, key=lambda name: models[name].parameters)
     sizes = len({size.parameters for size in models.values()})
     tokens = [size.trained for size in models.values()]
     known = [count for count in tokens if count is not None]
     alike = len(known) < len(tokens) or max(known) <= (1 + _ALIKE) * min(known)
     least = power_law.OWN + 1
     if alike and sizes >= least:
-        return _own(models, by_size[-max(power_law.OWN, (len(by_size) + 1) // 2) :])
+        return _own(models, _largest(models, max(power_law.OWN, (sizes + 1) // 2)))
     none = (
         f"There is no law: one of their own needs {least} sizes trained on one text, "
         f"here {'is' if sizes == 1 else 'are'} {sizes}"
@@ -108,7 +107,14 @@ def law(models: dict[str, Size]) -> Fit | str:
             f"{none}, and the published constants (Hoffmann et al., 2022) give more "
             "than these losses for the text alone."
         )
-    return _given(models, by_size[-max(2, len(by_size) // 2) :])
+    return _given(models, _largest(models, max(2, sizes // 2)))
+
+
+def _largest(models, count):
+    """The names of all models of so many sizes, the largest, in their order."""
+    least = sorted({size.parameters for size in models.values()})[-count]
+    by_size = sorted(models, key=lambda name: models[name].parameters)
+    return [name for name in by_size if models[name].parameters >= least]
 
 
 def section(models: dict[str, Size]) -> report.Section:

@@ -3,7 +3,8 @@
 The states of every layer come from one row of text in stretches of `data.eval_length`
 positions. What the head reads comes from `data.eval_rows` rows, as in validation: it is
 what the run's perplexity is made of. Where the lines of a text are packed into rows, a
-line is read by itself everywhere, as in training.
+line is read by itself everywhere, as in training. A run whose rows are single lines
+(`data.unit` of lines or answers) is read as one stream nevertheless; its facts say so.
 
 Axes: L layers, W stretches, H (in a backbone's own arrays N) attention heads, S
 positions of a stretch, N = W S.
@@ -288,10 +289,17 @@ def _cut(run):
 
 
 def _facts(name, run, shape):
-    size, width = shape
-    return (
+    (size, width), unit = shape, run.config.data.unit
+    facts = (
         f"Model: {name}, {run.model.head!r} on {run.config.model.backbone}, width "
         f"{width:,}, {size:,} words, the best of its validations (step {run.step:,}).",
+    )
+    if unit in ("stream", "packed"):
+        return facts
+    return (
+        *facts,
+        f"Its text is read here as one stream, in its validation by {unit} "
+        "(data.unit): losses are not those of its validation.",
     )
 
 

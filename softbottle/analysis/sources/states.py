@@ -238,6 +238,11 @@ def _begin(folder, about, model):
     """Write what the states are of, and the head; or see that it is the same."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / _ABOUT
+    if not path.exists() and any(folder.glob("*.npy")):
+        raise ValueError(
+            f"{folder} has arrays and no {_ABOUT} that says what they are of; use "
+            "another folder."
+        )
     if path.exists():
         stored = json.loads(path.read_text())
         changed = [key for key in about if stored.get(key) != about[key]]
@@ -246,6 +251,8 @@ def _begin(folder, about, model):
                 f"{folder} has states of something else: {', '.join(changed)} differ; "
                 "use another folder."
             )
+    # First, so that arrays of a computation that was killed are known to be its own.
+    files.replace(path, json.dumps(about, indent=1))
     table_VD = np.asarray(model.table_VD, np.float32)
     rows = max(1, PIECE // (4 * table_VD.shape[1]))
     for number, at in enumerate(range(0, len(table_VD), rows)):
@@ -254,7 +261,6 @@ def _begin(folder, about, model):
             _save(folder / name, table_VD[at : at + rows])
     if model.bias_V is not None and not (folder / "bias.npy").exists():
         _save(folder / "bias.npy", np.asarray(model.bias_V, np.float32))
-    files.replace(path, json.dumps(about, indent=1))
 
 
 def _states(windows_WS, front, read, batch):
@@ -278,8 +284,10 @@ def _blocks(folder, part, count, vocab):
     for file in _files(folder, f"{_PARTS[part]}states", count is not None):
         labels = file.with_name(file.name.replace("states", "labels"))
         if not labels.exists():
+            if count is None:
+                raise ValueError(f"{labels} is missing beside {file.name}.")
             break
-        hidden_ND, labels_N = _array(file, mapped=True), _array(labels)
+        hidden_ND, labels_N = _array(file, mapped=True), arrays_lib.load_one(labels)
         if hidden_ND.ndim != 2 or labels_N.shape != hidden_ND.shape[:1]:
             raise ValueError(
                 f"{file.name} {hidden_ND.shape} and {labels.name} {labels_N.shape} "
@@ -338,11 +346,15 @@ def _check(path, captures):
 
 
 def _digest(about, captures):
-    """Of states.json, or else of the arrays' shapes and the labels."""
+    """Of states.json, or else of the head, the states' shapes and the labels."""
     if about:
         return _hash(json.dumps(about, sort_keys=True).encode())
-    labels = [b[1] for c in captures.values() for b in c.tokens or ()]
-    return _hash(*(_sha256(array).encode() for array in labels))
+    head = [captures["train"].table_VE, captures["train"].bias_V]
+    blocks = [block for each in captures.values() for block in each.tokens or ()]
+    arrays = [array for array in head if array is not None]
+    arrays += [labels_N for _, labels_N in blocks]
+    shapes = [(hidden_ND.shape, str(hidden_ND.dtype)) for hidden_ND, _ in blocks]
+    return _hash(repr(shapes).encode(), *(_sha256(array).encode() for array in arrays))
 
 
 def _sha256(array):

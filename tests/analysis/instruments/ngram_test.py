@@ -1,6 +1,7 @@
 """The next-word matrix of a corpus, and how fast its spectrum falls."""
 
 import collections
+import types
 
 import numpy as np
 import pytest
@@ -127,3 +128,23 @@ def test_corpora_stand_side_by_side_in_the_report(tmp_path):
     assert error_D[half] <= 0.5 < error_D[half - 1]
     report.write(tmp_path, "Corpora", [section])
     assert (tmp_path / "ngram-w-error.png").exists()
+
+
+def test_texts_of_many_models_each_have_a_line(monkeypatch):
+    readers = {
+        f"c{text}m{model}": types.SimpleNamespace(
+            width=8,
+            settings=None,
+            text=types.SimpleNamespace(
+                ids=np.full(3, text), dimensions=8, title="text of {}"
+            ),
+        )
+        for text in range(2)
+        for model in range(4)
+    }
+    monkeypatch.setattr(ngram, "_of_text", lambda text, settings: text)
+    monkeypatch.setattr(ngram, "section", lambda errors, widths: (errors, widths))
+    errors, widths = ngram.compare(readers)
+    titles = [f"text of c{n}m0, c{n}m1, c{n}m2 and 1 more" for n in range(2)]
+    assert [*errors] == titles
+    assert [len(named) for named in widths.values()] == [4, 4]

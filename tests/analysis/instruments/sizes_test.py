@@ -111,6 +111,16 @@ def test_with_few_models_the_given_constants_are_said_or_there_is_no_law():
     assert "law" not in section.numbers
 
 
+def test_several_models_of_the_largest_size_leave_the_law_its_sizes():
+    own = np.array([1e5, 2e5, 3e5, 4e5, 5e5, *4 * [1e6]])
+    section = sizes.section(family(LAW.loss(own), own))
+    assert len(section.numbers["law"]["gaps"]) == len(own)
+    given, few = scaling.Law(100.0, 0.3), np.array([1e5, 2e5, 1e6, 1e6])
+    loss_M = given.loss(few, np.full(4, 3e11))
+    section = sizes.section(family(loss_M, few, trained=3e11))
+    assert abs(section.numbers["law"]["gaps"]["m0"]) < 1e-6
+
+
 def test_given_constants_that_cannot_hold_are_no_law():
     parameters_M = PARAMETERS_M[:4]
     section = sizes.section(family(np.full(4, 3.0), parameters_M, trained=150_000))

@@ -187,6 +187,16 @@ def test_a_line_that_is_packed_beside_another_is_read_by_itself():
     assert abs(joined[4:] - alone.states[-1]).max() > 1e-3
 
 
+@pytest.mark.parametrize("unit", ["stream", "packed", "lines", "answers"])
+def test_a_run_of_single_lines_says_that_it_is_read_as_one_stream(unit):
+    config = tiny.make_config(data__unit=unit)
+    made = types.SimpleNamespace(head=None)
+    run = state.Run(config, tiny.make_words(VOCAB), made, {}, 0)
+    told = " ".join(source._facts("run", run, (VOCAB, 3)))
+    said = f"as one stream, in its validation by {unit}" in told
+    assert said == (unit in ("lines", "answers"))
+
+
 def test_only_the_parts_that_are_asked_for_are_read(workdir):
     found = source.read(workdir, {"tokens"}, positions=50)
     assert sum(len(block.labels_T) for block in found.tokens) == 50

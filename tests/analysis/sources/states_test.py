@@ -133,6 +133,18 @@ def test_other_frameworks_write_plain_arrays(tmp_path):
     np.savez(tmp_path / "all.npz", hidden=hidden_ND, table=table_VD, labels=labels_N)
     packed = states.read(tmp_path / "all.npz")
     np.testing.assert_array_equal(packed.train.tokens[0].labels_T, labels_N)
+    np.save(tmp_path / "labels.npy", labels_N.astype(np.uint16))
+    again = states.read(tmp_path)
+    np.testing.assert_array_equal(again.train.tokens[0].labels_T, labels_N)
+    np.save(tmp_path / "table.npy", 2 * table_VD)
+    assert states.read(tmp_path).digest != again.digest
+    np.save(tmp_path / "heldout-states.npy", hidden_ND)
+    with pytest.raises(ValueError, match=r"heldout-labels\.npy is missing beside"):
+        states.read(tmp_path)
+    (tmp_path / "heldout-states.npy").unlink()
+    texts = states.Texts({"a": make_ids(50)}, {}, window=WINDOW)
+    with pytest.raises(ValueError, match=r"arrays and no states\.json that says"):
+        write(tmp_path, texts)
     np.save(tmp_path / "labels.npy", labels_N[:-1])
     with pytest.raises(
         ValueError, match=r"states.npy \(40, 5\) and labels.npy \(39,\)"
