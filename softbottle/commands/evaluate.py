@@ -124,9 +124,8 @@ def main() -> None:
 
 def _check_unit(unit):
     """Refuse what reads a text as one stream where the run reads its lines apart."""
-    streamed = {"dynamic": DYNAMIC.value, "cache": CACHE.value}
-    for name in (name for name, asked in streamed.items() if asked):
-        if unit != "stream":
+    for name, asked in {"dynamic": DYNAMIC.value, "cache": CACHE.value}.items():
+        if asked and unit != "stream":
             raise ValueError(
                 f"--{name} reads a text as one stream; this run has data.unit={unit!r}."
             )

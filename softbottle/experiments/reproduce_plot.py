@@ -95,8 +95,7 @@ def _published(plan, line):
         ):
             number = float(value.split()[0].replace(",", ""))
             found.setdefault(source, []).append((count, number))
-    several = {source: points for source, points in found.items() if len(points) > 1}
-    return {source.split(" (")[0]: points for source, points in several.items()}
+    return {source: points for source, points in found.items() if len(points) > 1}
 
 
 def _config(plan, head):
@@ -111,7 +110,8 @@ def _fill(axes, panel):
     for place, (source, points) in enumerate(panel.published.items()):
         (color, style), means = _LOOKS[place % len(_LOOKS)], _means(points)
         look = {"color": color, "markersize": 4, "lw": 1}
-        axes.plot(*zip(*means, strict=True), style, label=source, **look)
+        name = source.split(" (")[0]
+        axes.plot(*zip(*means, strict=True), style, label=name, **look)
     drawn = itertools.chain(*panel.ours.values(), *panel.published.values())
     counts = sorted({count for count, _ in drawn})
     for head, level in panel.levels.items():

@@ -51,7 +51,10 @@ def generate(
         ValueError: if a setting is out of its range.
     """
     _check(run, tokens, temperature, top_k, top_p)
-    eos, apart = run.vocab.eos, run.config.data.unit != "stream"
+    eos, unit = run.vocab.eos, run.config.data.unit
+    recurrent = bool(jax.tree.leaves(run.model.initial_carry(1)))
+    # An LSTM's state runs on from line to line where these are packed into rows.
+    apart = unit != "stream" and not (recurrent and unit == "packed")
     prompt = np.asarray(prompt, np.int32)
     if apart:
         prompt = _last_line(prompt, eos)
@@ -59,7 +62,7 @@ def generate(
         prompt = np.asarray([eos], np.int32)
     size = len(prompt) + tokens
     programs = _programs(run.model, temperature, top_k, top_p, cache)
-    read = _recurrent if jax.tree.leaves(run.model.initial_carry(1)) else _rereading
+    read = _recurrent if recurrent else _rereading
     states = read(run, programs.hidden, prompt, size)
     hidden_CD = next(states)
     past = _remember(_empty(size, hidden_CD), hidden_CD[:-1], prompt[1:])

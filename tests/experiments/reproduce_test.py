@@ -352,13 +352,14 @@ def test_mixtures_are_drawn_by_components_beside_the_published_ones(tmp_path):
     }
     assert panel.levels == {"softmax": 61.5, "mos-280": 66.5}
     yang = [(3, 58.62), (5, 57.36), (10, 56.33), (20, 56.17)]
-    assert panel.published["Yang et al. 2018"] == yang
+    assert panel.published[reproduce_published.YANG] == yang
     figure = reproduce_plot.draw([panel])
     (axes,) = figure.axes
     drawn = {line.get_label(): line.get_xydata().tolist() for line in axes.lines}
     means = [[5, 63.5], [10, 64.5], [20, 65]]
     assert drawn["ours, rate 0.5"] == means and drawn["ours, rate 10"] == [[3, 62.5]]
     assert drawn["softmax"] == [[3, 61.5], [20, 61.5]]
+    assert drawn["Yang et al. 2018"] == [list(point) for point in yang]
     figure.png()
 
 

@@ -131,6 +131,16 @@ def test_a_run_that_reads_lines_apart_begins_each_line_anew(backbone, cache):
 
 
 @pytest.mark.slow
+def test_the_state_of_an_lstm_runs_on_where_lines_are_packed():
+    config = tiny.make_softmax("awd_lstm", 4)
+    run = tiny.make_run(config, WORDS, seed=2, scale=2.0)
+    lines = tiny.change(configs.from_dict(configs.to_dict(config)), data__unit="packed")
+    packed, prompt = run._replace(config=lines), [5, WORDS.eos, 3]
+    drawn = [list(generate(each, prompt, 6, top_k=1)) for each in (run, packed)]
+    assert drawn[0] == drawn[1]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("backbone", ["awd_lstm", "transformer"])
 def test_prompts_of_equal_length_are_compiled_for_once(backbone, monkeypatch):
     config = tiny.make_softmax(backbone, 4, model__attention_heads=2)

@@ -238,7 +238,9 @@ def _begin(folder, about, model):
     """Write what the states are of, and the head; or see that it is the same."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / _ABOUT
-    if not path.exists() and any(folder.glob("*.npy")):
+    kinds = ("table", "bias", "states", "labels", "heldout-")
+    found = (file for kind in kinds for file in folder.glob(f"{kind}*.npy"))
+    if not path.exists() and any(found):
         raise ValueError(
             f"{folder} has arrays and no {_ABOUT} that says what they are of; use "
             "another folder."
