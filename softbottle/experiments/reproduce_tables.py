@@ -101,7 +101,8 @@ class Head(NamedTuple):
 
 _PLAIN = ("softmax", "moc", "sigsoftmax", "gss", "plif", "mos", "moss")
 _COMPONENTS = (1, 2, 3, 5, 7, 10, 20)
-_FEW = 3  # components; so few do not learn at the recipe's rate (docs/results/ptb.md)
+_FEW = 3  # components
+# Of heads that do not learn at the recipe's 20 (docs/results/ptb.md).
 _SLOW = {"optim.learning_rate": 10.0}
 _ONE_WIDTH = {"model.embed_dim": 340, "model.hidden_dim": 960, "model.last_dim": 340}
 HEADS: dict[str, Head] = {
@@ -112,12 +113,13 @@ HEADS: dict[str, Head] = {
     },
     # Cheap heads that do best on the frontier (docs/results/frontier.md), with the
     # mixture's widths.
-    "moc-residual": Head("moc", {"head.context": "residual"}),
+    "moc-residual": Head("moc", {"head.context": "residual", **_SLOW}),
     "partition-4": Head(
         "mos",
         {
             **{"head.name": "partition", "head.classes": 4},
             **{"head.components": None, "head.context": "residual"},
+            **_SLOW,
         },
     ),
     # Equal parameters, as Parthiban et al. compare them on PTB: 17.53M and 17.56M. The

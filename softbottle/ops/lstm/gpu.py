@@ -52,6 +52,7 @@ UNITS = 16  # of one tile, each with four gates
 CHUNK = 64  # columns of bfloat16 in a row of swizzled shared memory
 HELD = 5 * CHUNK  # columns of weights that a warpgroup's registers hold
 PAD = 4  # columns between rows of the parts, or 16 units lie in two banks
+PIECES = 2  # of a batch, one after the other; docs/results/recurrence.md has times
 
 
 class Stack(NamedTuple):
@@ -184,15 +185,28 @@ def refusals(rows: int, units: int, dtype: jnp.dtype, device: Device) -> list[st
         reasons.append(f"needs jax 0.11.2, got {jax.__version__}")
     if dtype != jnp.bfloat16:
         reasons.append(f"needs compute_dtype bfloat16, got {dtype}")
-    rows, units = padded(rows, units)
+    rows, units = padded(piece(rows, [units]), units)
     if units > MULTIPROCESSORS * UNITS:
         reasons.append(f"holds {MULTIPROCESSORS * UNITS} units, got {units}")
     if (needed := _shared_bytes(rows, units, 1)) > SHARED_BYTES:
         reasons.append(
-            f"{units} units and {rows} rows need {needed} bytes of shared memory, "
-            f"more than {SHARED_BYTES}"
+            f"{units} units and {rows} rows at a time need {needed} bytes of shared "
+            f"memory, more than {SHARED_BYTES}"
         )
     return reasons
+
+
+def piece(rows: int, units: Sequence[int]) -> int:
+    """Rows of a batch that are run at a time: all, or a share that the layers take.
+
+    Where even the smallest share is too large, that one.
+    """
+    for count in range(1, PIECES + 1):
+        share = -(-rows // count)
+        sizes = (padded(share, each) for each in units)
+        if all(_shared_bytes(*size, 1) <= SHARED_BYTES for size in sizes):
+            break
+    return share
 
 
 def forward_runs(rows: int, units: Sequence[int]) -> list[slice]:

@@ -1,7 +1,8 @@
 """The recurrence through the kernels of gpu.py, differentiable.
 
 The kernels take layers and batches padded to their sizes (`gpu.padded`), weights in
-bfloat16, and as many layers at once as fit: a run of layers. Forward, a run is a
+bfloat16, and as many layers at once as fit: a run of layers. A batch whose states do
+not fit is run in pieces (`gpu.piece`), one after the other. Forward, a run is a
 function with its own derivative, `_persistent`; backward it may be several runs again.
 The backward kernel gives the gradients of the pre-activations. Those of the weights
 and of the inputs follow in one product each, as in xla.py.
@@ -40,7 +41,28 @@ def run(
     masks: Sequence[jax.Array] | None,
     valid_SB: jax.Array,
 ) -> tuple[jax.Array, tuple[Carry, ...]]:
-    """Hand the kernels as many layers at a time as they take; as of api.stack."""
+    """Hand the kernels as many rows at a time as they take; as of api.stack."""
+    rows = inputs_SBI.shape[1]
+    step = gpu.piece(rows, layer_lib.sizes_of(layers))
+    done = [
+        _run(
+            inputs_SBI[:, rows_of],
+            [Carry(*(state_BH[rows_of] for state_BH in carry)) for carry in carries],
+            layers,
+            masks and [mask_BH[rows_of] for mask_BH in masks],
+            valid_SB[:, rows_of],
+        )
+        for rows_of in (slice(start, start + step) for start in range(0, rows, step))
+    ]
+    if len(done) == 1:
+        return done[0]
+    outputs, finals = zip(*done, strict=True)
+    joined = jax.tree.map(lambda *states: jnp.concatenate(states), *finals)
+    return jnp.concatenate(outputs, axis=1), joined
+
+
+def _run(inputs_SBI, carries, layers, masks, valid_SB):
+    """Hand the kernels as many layers at a time as they take."""
     rows = inputs_SBI.shape[1]
     finals: list[Carry] = []
     for run in gpu.forward_runs(_padded_rows(rows), _units(layers, rows)):

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from softbottle.ops.lstm import api as lstm
-from softbottle.ops.lstm import gpu
+from softbottle.ops.lstm import gpu, persistent
 from tests.ops import devices
 
 SIZES = (5, 70, 130)  # inputs, then two layers
@@ -69,6 +69,13 @@ def test_outputs_and_gradients_equal_those_of_the_scan(lengths):
 
 
 @pytest.mark.gpu
+def test_pieces_of_a_batch_equal_the_scan(monkeypatch):
+    monkeypatch.setattr(gpu, "piece", lambda rows, units: 2)
+    ours = outputs_and_gradients("persistent", "bfloat16")
+    assert_near(ours, outputs_and_gradients("scan", "float32"))
+
+
+@pytest.mark.gpu
 def test_a_row_of_padding_keeps_its_state_to_the_bit():
     inputs_SBI, carries, layers, masks = make_problem()
     carries = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), carries)
@@ -125,7 +132,7 @@ def test_what_the_kernels_cannot_run_is_named():
         (12, 960, "bfloat16", devices.CPU, "needs a Hopper GPU, got cpu"),
         (12, 960, "bfloat16", devices.H100_PCIE, "needs 132 multiprocessors, got 114"),
         (12, 2200, "bfloat16", devices.H200, "holds 2112 units, got 2304"),
-        (96, 1150, "bfloat16", devices.H200, "1152 units and 96 rows need"),
+        (96, 1150, "bfloat16", devices.H200, "units and 48 rows at a time need"),
     ],
 )
 def test_a_refusal_names_what_the_device_lacks(rows, units, dtype, device, reason):
@@ -146,6 +153,35 @@ def test_layers_run_together_as_far_as_the_chip_holds_them():
     assert gpu.forward_runs(16, [1152, 1152, 768]) == [
         slice(n, n + 1) for n in range(3)
     ]
+
+
+@pytest.mark.parametrize(
+    "rows, units, step",
+    [
+        *((12, (960, 960, 620), 12), (20, (960, 960, 620), 10), (20, (620,), 20)),
+        *((20, (1150, 1150, 400), 10), (31, (400, 1150), 16), (96, (1150,), 48)),
+    ],
+)
+def test_a_batch_is_run_in_pieces_that_all_layers_take(rows, units, step):
+    assert gpu.piece(rows, units) == step
+
+
+def test_pieces_of_a_batch_are_joined_as_they_were(monkeypatch):
+    inputs_SBI, carries, layers, masks = make_problem()
+    valid_SB = jnp.arange(STEPS)[:, None] < jnp.array((9, 4, 0))[None]
+    seen = []
+
+    def scan(inputs_SBI, *arguments):
+        seen.append(inputs_SBI.shape[1])
+        return lstm.stack(inputs_SBI, *arguments, implementation="scan")
+
+    monkeypatch.setattr(persistent, "_run", scan)
+    arguments = inputs_SBI, carries, layers, masks, valid_SB
+    whole = persistent.run(*arguments)
+    monkeypatch.setattr(gpu, "piece", lambda rows, units: 2)
+    pieces = persistent.run(*arguments)
+    assert seen == [ROWS, 2, 1]
+    chex.assert_trees_all_close(whole, pieces, rtol=1e-6)
 
 
 @pytest.mark.parametrize("units, taken", [(620, 640), (650, 768), (960, 960), (1, 64)])
