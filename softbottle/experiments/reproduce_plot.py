@@ -1,6 +1,8 @@
-"""Perplexity and rank by the components of a mixture, ours and the papers'."""
+"""Perplexity and rank by the components of a mixture, and trainings side by side."""
 
+import bisect
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +19,8 @@ _TITLES = {
     "test": "test perplexity, not finetuned",
     "rank": "rank of log P on the test text",
 }
-_NAMED = 10  # lines of a panel that are named at their ends
+_NAMED = 12  # lines of a panel that are named at their ends
+_STEEP = 0.1  # share of a training that does not have to be seen
 _LOOKS = ((drawing.PURPLE, "s--"), (drawing.ORANGE, "^--"), (drawing.SKY, "d--"))
 
 
@@ -63,6 +66,54 @@ def draw(shown: Sequence[Panel]) -> drawing.Figure:
     for axes, panel in zip(places, shown, strict=True):
         _fill(axes, panel)
     return figure
+
+
+def curves(plan: Plan, rows: Mapping[Unit, Row]) -> drawing.Figure | None:
+    """Validation perplexity along the trainings, one panel for each of their stages.
+
+    None where no training has several validations. The axis ends where the best run
+    was after a tenth, or at the highest end of a run.
+    """
+    by_stage: dict[str, list[Unit]] = {}
+    for unit in plan.units:
+        if len(rows.get(unit, {}).get("validations", ())) > 1:
+            by_stage.setdefault(unit.stage, []).append(unit)
+    if not by_stage:
+        return None
+    figure = drawing.Figure(figsize=(1.0 + 5.2 * len(by_stage), 4.2))
+    places = figure.subplots(1, len(by_stage), squeeze=False)[0]
+    for axes, (stage, units) in zip(places, by_stage.items(), strict=True):
+        _trainings(axes, {unit: rows[unit] for unit in units})
+        axes.set_title(stage)
+    return figure
+
+
+def _trainings(axes, rows):
+    """A line for each run of a stage, named by head, and seed where there are more."""
+    heads = [unit.head for unit in rows]
+    epochs = all(row["epochs"] for row in rows.values())
+    known = all(head in drawing.HEADS for head in heads)
+    tenths, ends, lowest = [], [], []
+    for unit, row in rows.items():
+        steps, losses = zip(*row["validations"], strict=True)
+        perplexities = [math.exp(loss) for loss in losses]
+        scale = row["epochs"] / row["steps"] if epochs else 1e-3
+        name = unit.head if heads.count(unit.head) == 1 else unit.run
+        axes.plot(
+            [step * scale for step in steps],
+            perplexities,
+            label=f"{name}: {perplexities[-1]:.2f}",
+            color=drawing.HEADS[unit.head] if known else None,
+            lw=1.2,
+        )
+        tenths.append(perplexities[bisect.bisect_left(steps, steps[-1] * _STEEP)])
+        ends.append(perplexities[-1])
+        lowest.append(min(perplexities))
+    limits = min(lowest) / 1.01, max(min(tenths), *ends) * 1.01
+    axes.set(xlabel="epoch" if epochs else "thousand steps", yscale="log")
+    axes.set(ylabel="validation perplexity", ylim=limits)
+    drawing.plain(axes.yaxis)
+    drawing.label(axes, most=_NAMED)
 
 
 def _measured(plan, rows, line):

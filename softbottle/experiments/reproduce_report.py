@@ -24,7 +24,10 @@ def write(
     queue: Sequence[Unit],
     broken: Mapping[Unit, str],
 ) -> str:
-    """Write `workdir/TABLE.md`, and `TABLE.png` where K differs from head to head.
+    """Write `workdir/TABLE.md` and its pictures.
+
+    `TABLE.png` is there where K differs from head to head, `TABLE-curves.png` where
+    trainings have validations.
 
     Args:
         plan: of the table.
@@ -45,6 +48,10 @@ def write(
         text += [f"![By the components of the mixture]({picture})", ""]
     if trained := _runs(plan, rows):
         text += ["## Runs", "", trained, ""]
+    if (figure := reproduce_plot.curves(plan, rows)) is not None:
+        picture = f"{plan.grid.table}-curves.png"
+        figure.save(workdir / picture)
+        text += [f"![Validation perplexity along the trainings]({picture})", ""]
     if timed := _steps(plan, rows):
         text += ["## Steps", "", timed, ""]
     own = {unit: rows[unit] for unit in plan.units if unit in rows}

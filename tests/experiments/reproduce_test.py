@@ -1,5 +1,6 @@
 import contextlib
 import json
+import math
 import signal
 
 import jax
@@ -361,6 +362,35 @@ def test_mixtures_are_drawn_by_components_beside_the_published_ones(tmp_path):
     assert drawn["softmax"] == [[3, 61.5], [20, 61.5]]
     assert drawn["Yang et al. 2018"] == [list(point) for point in yang]
     figure.png()
+
+
+@pytest.mark.parametrize(
+    "epochs, along, label", [(4, [1, 2, 3, 4], "epoch"), (0, None, "thousand steps")]
+)
+def test_trainings_are_drawn_side_by_side(tmp_path, epochs, along, label):
+    plan = Plan(Grid("ptb", ["mos", "softmax"], [1, 2]), tmp_path, load)
+    row = {"steps": 400, "epochs": epochs}
+    losses = [[100, 3.0], [200, 2.0], [300, 1.0], [400, 1.5]]
+    rows = {
+        Unit("mos", 1, "train"): row | {"validations": losses},
+        Unit("mos", 2, "train"): row | {"validations": losses[1:]},
+        Unit("softmax", 1, "train"): row | {"validations": losses[:1]},
+        Unit("softmax", 2, "train"): {"begun": True},
+        Unit("mos", 1, "finetune"): row | {"validations": losses[2:]},
+    }
+    figure = reproduce_plot.curves(plan, rows)
+    train, fine = figure.axes
+    assert (train.get_title(), fine.get_title()) == ("train", "finetune")
+    first, second = train.lines
+    last = f"{math.exp(1.5):.2f}"
+    assert first.get_label() == f"mos-seed1: {last}"
+    assert second.get_label() == f"mos-seed2: {last}"
+    assert fine.lines[0].get_label() == f"mos: {last}"
+    assert [*first.get_xdata()] == pytest.approx(along or [0.1, 0.2, 0.3, 0.4])
+    assert [*first.get_ydata()] == pytest.approx([math.exp(y) for _, y in losses])
+    assert train.get_xlabel() == label
+    figure.png()
+    assert reproduce_plot.curves(plan, {Unit("mos", 1, "train"): row}) is None
 
 
 def test_a_page_has_a_picture_where_there_is_something_to_draw(tmp_path, stubs):
