@@ -71,7 +71,12 @@ def head(
             these beside plain ones.
         budget_mib: the operations' `budget_bytes`, in MiB; 0 leaves the default.
         seconds: of timing, per variant.
+
+    Raises:
+        ValueError: for names that there are not, and for a sweep or options beside what
+            they do not go with.
     """
+    _check_apart(shapes, implementations, peers, sweep, heads, asked)
     check_names("shape", shapes, list(problem.CASES))
     check_names("sweep", [sweep] if sweep else [], list(problem.SWEEPS))
     check_names("implementation", implementations, ["auto", *options.IMPLEMENTATIONS])
@@ -120,6 +125,20 @@ def head(
     rows.sort(key=lambda row: order[row["group"]])
     facts = {"sweep": sweep, "ceiling_tflops": limit}
     return summary("head", machine | facts, relate(rows, limit))
+
+
+def _check_apart(shapes, implementations, peers, sweep, heads, asked):
+    """Refuse what would be left out without a word."""
+    if sweep and (shapes or heads or asked):
+        raise ValueError(
+            "a sweep has its own sizes and races losses alone: no shapes, heads or "
+            "options beside it."
+        )
+    if asked and (peers or len(implementations) > 1):
+        raise ValueError(
+            "losses with options are ours, by one implementation, got "
+            f"implementations {list(implementations)} and peers {list(peers)}."
+        )
 
 
 def lstm(

@@ -23,6 +23,19 @@ from softbottle.ops.lstm import api as lstm
 # What a suite needs is imported when it is run: a step takes the whole training system,
 # a race jax alone.
 SUITES = ("head", "lstm", "step", "objective", "decode")
+# The flags that a suite reads beside --suite, --json and --kernels.
+_RACE = ("seconds", "limit")
+_FLAGS = {
+    "head": (
+        *("shapes", "sweep", "heads", "options", "implementations", "peers"),
+        *("budget_mib", *_RACE),
+    ),
+    "lstm": ("shapes", "implementations", "peers", "dtype", *_RACE),
+    "step": ("shapes", "implementations", "peers", "budget_mib", "dtype", *_RACE),
+    "step with --config": ("config", "vocab", "length", "dtype"),
+    "objective": ("config", "vocab", "length", *_RACE),
+    "decode": ("shapes", "implementations", "budget_mib", *_RACE),
+}
 # The recipes whose steps are compared, and how many words their corpora have.
 RECIPES = {"ptb": ("ptb", 10_000), "wt2": ("wt2", 33_278), "lm1b-100k": ("lm1b", 10**5)}
 
@@ -70,6 +83,7 @@ def main() -> None:
 
 def _run(suite):
     race.check_names("suite", [suite], list(SUITES))
+    _check_flags(suite)
     if suite == "step" and CONFIG.value:
         from softbottle.bench import kernels, step
 
@@ -82,6 +96,27 @@ def _run(suite):
         result = RUNS[suite](_with_log(_with_trace(ask)), seconds=SECONDS.value)
     print(table.render(result))
     return result
+
+
+def _check_flags(suite):
+    """Refuse flags that the suite would not read.
+
+    Raises:
+        ValueError: that names them.
+    """
+    if suite == "step" and CONFIG.value:
+        suite = "step with --config"
+    known = set().union(*_FLAGS.values())
+    unread = known - set(_FLAGS[suite])
+    if given := sorted(name for name in unread if flags.FLAGS[name].present):
+        names = ", ".join(f"--{name}" for name in given)
+        read = ", ".join(f"--{name}" for name in _FLAGS[suite])
+        raise ValueError(f"--suite {suite} does not read {names}; it reads {read}.")
+    if suite == "step" and len(IMPLEMENTATIONS.value) > 1:
+        raise ValueError(
+            "--suite step takes one implementation, "
+            f"got {','.join(IMPLEMENTATIONS.value)}."
+        )
 
 
 def _with_trace(ask):
@@ -109,7 +144,7 @@ def _head(ask, seconds):
     return race.head(
         ask,
         SHAPES.value,
-        IMPLEMENTATIONS.value or ["auto", "blocked"],
+        IMPLEMENTATIONS.value or (["auto"] if OPTIONS.value else ["auto", "blocked"]),
         PEERS.value,
         sweep=SWEEP.value,
         heads=HEADS.value,

@@ -8,6 +8,9 @@ def test_a_race_from_the_command_line_prints_a_table_and_writes_json(tmp_path):
     flags += ["--heads=partition-4"]
     race = commands.start("bench.py", *flags, f"--json={tmp_path / 'out.json'}")
     refused = commands.finish(commands.start("bench.py", "--suite=heads"))
+    unread = commands.start("bench.py", "--suite=lstm", "--vocab=3", "--heads=mos")
+    code, _, errors = commands.finish(unread)
+    assert code == 2 and "--suite lstm does not read --heads, --vocab; it" in errors
     code, output, errors = commands.finish(race)
     assert code == 0, errors
     result = json.loads((tmp_path / "out.json").read_text())

@@ -178,3 +178,16 @@ def test_names_that_do_not_exist_are_answered_with_those_that_do(monkeypatch):
         race.lstm(worker.in_process, ["big"], [], [])
     with pytest.raises(ValueError, match="no case is called 'big'"):
         race.decode(worker.in_process, ["big"], [])
+
+
+@pytest.mark.parametrize(
+    "peers, options, reason",
+    [
+        ([], {"sweep": "vocab", "heads": ["moc-7"]}, "a sweep has its own sizes"),
+        ([], {"sweep": "vocab", "asked": ["all"]}, "a sweep has its own sizes"),
+        (["torch"], {"asked": ["all"]}, r"got implementations \['auto'\] and peers"),
+    ],
+)
+def test_what_would_be_left_out_is_refused(peers, options, reason):
+    with pytest.raises(ValueError, match=reason):
+        race.head(worker.in_process, [], ["auto"], peers, **options)
