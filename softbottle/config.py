@@ -107,10 +107,10 @@ class Head(Section):
     gate_dim: int | None = positive(None)  # mixtape: width of the gates' features
     center: float | None = None  # gss: where g bends
     slope: float | None = positive(None)  # gss: of g far below the center
-    knots: int | None = positive(None)  # plif: segments of g
-    span: float | None = positive(None)  # plif: they divide [-span, span]
+    knots: int | None = positive(None)  # plif: segments of g; None: 100,000
+    span: float | None = positive(None)  # plif: they divide [-span, span]; None: 20
     rank: int | None = positive(None)  # lowrank: of the output table
-    cap: float | None = positive(None)  # softcap: the largest logit
+    cap: float | None = positive(None)  # softcap: the largest logit; None: 30
 
 
 @dataclasses.dataclass

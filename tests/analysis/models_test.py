@@ -81,14 +81,17 @@ def test_the_step_is_read_off_a_revision_s_name(revision, step):
 
 
 def test_all_checkpoints_of_a_folder(tmp_path):
-    for name in ("checkpoint-20", "checkpoint-100", "logs"):
+    for name in ("checkpoint-20", "checkpoint-100", "best", "logs"):
         (tmp_path / "m" / name).mkdir(parents=True)
         if name != "logs":
             (tmp_path / "m" / name / "config.json").write_text("{}")
     found = opening.revisions(f"{tmp_path / 'm'}@*")
     assert sorted(found) == [
-        (str(tmp_path / "m"), name) for name in ("checkpoint-100", "checkpoint-20")
+        (str(tmp_path / "m"), name)
+        for name in ("best", "checkpoint-100", "checkpoint-20")
     ]
+    series, best = sorted(opening.hub([f"{tmp_path / 'm'}@*"], Reading("text")))
+    assert series.labels[0] == "m" and best.labels[0] == "m@best"
     # A folder of that very name is meant first.
     (tmp_path / "odd@1").mkdir()
     assert opening.revisions(str(tmp_path / "odd@1")) == [

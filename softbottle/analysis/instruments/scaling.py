@@ -12,6 +12,7 @@ be fitted as well where there are models enough (power_law.py).
 Axes: M models.
 """
 
+import collections
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -160,11 +161,21 @@ def of_models(
             f"got {np.size(names)} and {np.size(fitted_M)}."
         )
     # Names come out of a file, and go to the terminal.
-    names = [vocab.printable(str(name)) for name in names]
+    names = _apart([vocab.printable(str(name)) for name in names])
     chosen = [np.asarray(array)[fitted_M] for array in data]
     fitted = [names[at] for at in np.flatnonzero(fitted_M)]
     law = fit(*chosen)
     return section(law, names, *data, fitted=fitted, within=intervals(law, *chosen))
+
+
+def _apart(names):
+    """Names that several models have, with a number."""
+    seen = collections.Counter()
+    apart = []
+    for name in names:
+        seen[name] += 1
+        apart.append(f"{name} ({seen[name]})" if names.count(name) > 1 else name)
+    return apart
 
 
 def of_capture(capture: Capture, settings: Settings) -> Models:

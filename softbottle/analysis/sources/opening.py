@@ -172,7 +172,6 @@ def revisions(name: str) -> list[tuple[str, str | None]]:
         return [(model, revision) for revision in named]
     folders = pathlib.Path(model).glob("*/config.json")
     stored = sorted(folder.parent.name for folder in folders)
-    stored = [revision for revision in stored if step_of(revision) is not None]
     if not stored:
         raise ValueError(
             f"{name}: no folder {model} with models in subfolders such as "

@@ -100,3 +100,12 @@ def test_control_characters_of_names_are_shown_and_not_obeyed():
     names = ["\x1b[2J", "b", "c", "d"]
     section = scaling.of_models(sizes, np.full(4, 1e11), losses, names)
     assert "\x1b" not in section.reading and r"\x1b[2J" in section.reading
+
+
+def test_models_of_one_size_have_names_of_their_own():
+    sizes = np.array([1e7, 3e7, 3e7, 1e9, 3e9])
+    losses = np.array([3.0, 2.8, 2.9, 2.5, 2.4])
+    section = scaling.of_models(sizes, np.full(5, 1e11), losses)
+    gaps = section.numbers["gaps"]
+    assert [*gaps] == ["1e+07", "3e+07 (1)", "3e+07 (2)", "1e+09", "3e+09"]
+    assert gaps["3e+07 (1)"] < gaps["3e+07 (2)"]
