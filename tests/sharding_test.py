@@ -73,10 +73,14 @@ class Parts:
         """A state that numpy draws and no program makes, in its places on the mesh."""
         arguments = (self.config, self.model, self.tx)
         shapes = jax.eval_shape(functools.partial(step_lib.init_state, *arguments))
-        state = tiny.draw(shapes)
+        return self.placed(tiny.draw(shapes))
+
+    def placed(self, state):
+        """A state in its places on the mesh."""
         if self.mesh is None:
             return jax.device_put(state)
-        like = step_lib.abstract_state(*arguments, self.mesh)
+        arguments = (self.config, self.model, self.tx, self.mesh)
+        like = step_lib.abstract_state(*arguments)
         return jax.tree.map(lambda x, y: jax.device_put(x, y.sharding), state, like)
 
     def stream(self):
@@ -99,17 +103,9 @@ def make_parts(head, backbone, layout=(1, 1)):
     return Parts(make_config(head, backbone, layout, **fields))
 
 
-@functools.cache
-def losses_on_one_device(*arguments):
-    parts = make_parts(*arguments)
-    return parts.losses(parts.state())
-
-
-# Every layout once, and each backbone with the words in few parts and in many.
-CURVES = [
-    *(("mos", "awd_lstm", (8, 1)), ("mos", "awd_lstm", (2, 4))),
-    *(("softmax", "transformer", (4, 2)), ("softmax", "transformer", (1, 8))),
-]
+# Words and batches are shared out alike whatever the backbone: the other layouts are
+# those of the run that moves.
+CURVES = [("mos", "awd_lstm", (2, 4)), ("softmax", "transformer", (4, 2))]
 # One of each kind: averaged contexts, a fixed and a learned activation, no mixture,
 # words in two pieces, words in classes and states of several positions.
 OTHER_HEADS = ["moc", "moss", "plif", "lowrank", "mixtape", "mfs"]
@@ -118,8 +114,11 @@ OTHER_HEADS = ["moc", "moss", "plif", "lowrank", "mixtape", "mfs"]
 @pytest.mark.slow
 @pytest.mark.parametrize("head, backbone, layout", CURVES)
 def test_twenty_losses_equal_those_of_one_device(head, backbone, layout):
-    parts = make_parts(head, backbone, layout)
-    ours, theirs = parts.losses(parts.state()), losses_on_one_device(head, backbone)
+    parts, alone = (make_parts(head, backbone, each) for each in (layout, (1, 1)))
+    state = jax.device_get(alone.state())
+    # One is begun on the mesh, and the other is put there.
+    begun = parts.state() if head == "mos" else parts.placed(state)
+    ours, theirs = parts.losses(begun), alone.losses(alone.placed(state))
     np.testing.assert_allclose(ours, theirs, rtol=1e-5)
     assert parts.step._cache_size() == 1
 
@@ -205,7 +204,7 @@ def test_evaluation_fills_up_rows_that_devices_cannot_share():
 
 
 def make_run(folder, layout, steps):
-    config = make_config("mos", "window", layout, dropout=False)
+    config = make_config("softmax", "window", layout, dropout=False)
     config = configs.from_dict(configs.to_dict(config))
     config.data.name, config.data.path = "text", str(folder)
     config.data.cache = str(folder / "cache")
@@ -232,7 +231,7 @@ def test_a_run_that_moves_from_mesh_to_mesh_is_the_same_run(tmp_path):
         shutil.copytree(stayed, moved)
         for later in (8, 12):
             shutil.rmtree(moved / "checkpoints" / str(later))
-        for layout, steps in (((4, 2), 8), ((2, 4), 12)):
+        for layout, steps in (((8, 1), 8), ((1, 8), 12)):
             summary = train.run(make_run(tmp_path, layout, steps), moved)
     ours, theirs = (
         [line["loss"] for line in metrics.read(folder) if "loss" in line]
