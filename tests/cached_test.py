@@ -172,8 +172,7 @@ def test_a_word_drawn_exactly_may_come_from_the_cache():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "backbone, joined",
-    [("awd_lstm", True), ("transformer", True), ("transformer", False)],
+    "backbone, joined", [("awd_lstm", True), ("transformer", False)]
 )
 def test_prompts_side_by_side_go_on_as_each_does_alone(backbone, joined):
     run = make("trime", backbone)
