@@ -10,6 +10,8 @@ from softbottle.training import loop, optim, state
 from softbottle.training import step as steps
 from tests import tiny
 
+pytestmark = pytest.mark.usefixtures("quick_keys")
+
 
 @pytest.mark.slow
 def test_a_run_may_start_from_the_words_frequencies(tmp_path):

@@ -17,6 +17,7 @@ from tests import tiny
 
 VOCAB = 11
 SIZES = {"model__last_dim": 8}
+pytestmark = pytest.mark.usefixtures("quick_keys")
 
 
 @pytest.fixture(scope="module")

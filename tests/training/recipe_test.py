@@ -151,34 +151,40 @@ def make_batch(rows=3, length=5):
     return Batch(ids_BS[:, :-1], ids_BS[:, 1:], ones_BS, ones_BS.astype(np.int32))
 
 
+class Dropped:
+    """Models with weight drop and without, and no other noise."""
+
+    def __init__(self):
+        config, plain = (make_config(model__layers=LAYERS) for _ in range(2))
+        config.regularise, plain.regularise = configs.Regularise(), configs.Regularise()
+        config.regularise.recurrent = DROP
+        self.model, self.plain = (models.make(c, WORDS) for c in (config, plain))
+        self.params = tiny.draw(jax.eval_shape(self.model.init, jax.random.key(0)))
+        self.batch, self.carry = make_batch(), self.model.initial_carry(3)
+
+        @jax.jit
+        def measure(params, key):
+            return jax.value_and_grad(
+                lambda params: (
+                    self.model.loss(params, self.batch, self.carry, key)[0].total
+                )
+            )(params)
+
+        self._measure = measure
+
+    def measure(self, seed):
+        """The loss in training, and its gradient."""
+        return jax.device_get(self._measure(self.params, jax.random.key(seed)))
+
+
 @pytest.fixture(scope="module")
 def dropped():
-    """Models with weight drop and without, params, batch and carry; no other noise."""
-    config, plain = (make_config(model__layers=LAYERS) for _ in range(2))
-    config.regularise, plain.regularise = configs.Regularise(), configs.Regularise()
-    config.regularise.recurrent = DROP
-    model, plain_model = (models.make(c, WORDS) for c in (config, plain))
-    params = jax.jit(model.init)(jax.random.key(0))
-    params = jax.tree.map(
-        lambda leaf: 3 * np.asarray(leaf), params
-    )  # so that states matter
-    batch = make_batch()
-    return model, plain_model, params, batch, model.initial_carry(3)
+    return Dropped()
 
 
 @pytest.mark.slow
 def test_weight_drop_is_on_in_training_in_every_layer(dropped):
-    model, _, params, batch, carry = dropped
-
-    @jax.jit
-    def measure(params, key):
-        return jax.value_and_grad(
-            lambda params: model.loss(params, batch, carry, key)[0].total
-        )(params)
-
-    (one, grads), (other, _), (again, _) = (
-        jax.device_get(measure(params, jax.random.key(seed))) for seed in (1, 2, 1)
-    )
+    (one, grads), (other, _), (again, _) = map(dropped.measure, (1, 2, 1))
     assert one != other and one == again
     for layer in range(LAYERS):
         weights = grads["backbone"][f"layer_{layer}"]
@@ -191,11 +197,11 @@ def test_weight_drop_is_on_in_training_in_every_layer(dropped):
 
 @pytest.mark.slow
 def test_weight_drop_is_off_in_evaluation(dropped):
-    model, plain, params, batch, carry = dropped
-    nll_BS, after = jax.jit(model.nll)(params, batch, carry)
-    expected = jax.jit(plain.nll)(params, batch, carry)
+    inputs = (dropped.params, dropped.batch, dropped.carry)
+    nll_BS, after = jax.jit(dropped.model.nll)(*inputs)
+    expected = jax.jit(dropped.plain.nll)(*inputs)
     chex.assert_trees_all_equal((nll_BS, after), expected)
-    training = jax.jit(model.loss)(params, batch, carry, jax.random.key(1))[0].total
+    training, _ = dropped.measure(1)
     assert abs(training - np.sum(nll_BS)) > 1e-4 * training
 
 

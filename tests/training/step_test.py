@@ -4,6 +4,7 @@ import threading
 
 import jax
 import numpy as np
+import pytest
 
 from softbottle import model as models
 from softbottle import sharding
@@ -11,6 +12,8 @@ from softbottle.data.batches import Batch
 from softbottle.training import optim
 from softbottle.training import step as steps
 from tests import tiny
+
+pytestmark = pytest.mark.usefixtures("quick_keys")
 
 
 def make(config):

@@ -1,12 +1,11 @@
 import os
 import signal
-import subprocess
-import sys
 import threading
 
 import pytest
 
 from softbottle.training import stopping
+from tests import ROOT, commands
 
 IMPATIENT = """
 import os, signal
@@ -28,12 +27,12 @@ def test_a_first_signal_asks_to_save_and_leave(number):
     assert signal.getsignal(number) is before
 
 
-def test_a_second_interrupt_leaves_at_once_and_says_what_is_safe():
-    done = subprocess.run(
-        [sys.executable, "-c", IMPATIENT], capture_output=True, text=True
-    )
-    assert done.returncode == 130
-    assert done.stderr.splitlines()[-1] == (
+def test_a_second_interrupt_leaves_at_once_and_says_what_is_safe(tmp_path):
+    (tmp_path / "impatient.py").write_text(IMPATIENT)
+    script = os.path.relpath(tmp_path / "impatient.py", ROOT / "launch")
+    code, _, errors = commands.finish(commands.start(script))
+    assert code == 130
+    assert errors.splitlines()[-1] == (
         "left at once; the last complete checkpoint is intact"
     )
 
