@@ -140,9 +140,8 @@ def test_a_head_without_mixture_weights_has_nothing_to_balance(head):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backbone", ["awd_lstm", "transformer"])
-def test_a_gain_multiplies_what_the_head_reads_and_nothing_else(backbone):
-    config, batch = make_config("mos", backbone, activation=1.0), make_batch()
+def test_a_gain_multiplies_what_the_head_reads_and_nothing_else():
+    config, batch = make_config("mos", "awd_lstm", activation=1.0), make_batch()
     plain, params = make(config)
     config.model.gain = 3.0
     model, _ = make(config)

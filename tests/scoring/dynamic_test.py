@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("quick_keys")
 
 
 def make(backbone="window", **regularise):
-    """A softmax over a window of two words, or over an LSTM."""
+    """A softmax over a window of two words, or over an LSTM, that numpy draws."""
     config = tiny.make_softmax(
         backbone,
         LAST,
@@ -31,8 +31,9 @@ def make(backbone="window", **regularise):
         model__context_dim=LAST,
         **{f"regularise__{name}": value for name, value in regularise.items()},
     )
-    run = tiny.make_run(config, tiny.make_words(VOCAB))
-    return run.model, run.params
+    functions = models.make(configs.validate(config), VOCAB)
+    shapes = jax.eval_shape(functions.init, jax.random.key(0))
+    return functions, jax.device_put(tiny.draw(shapes))
 
 
 @pytest.fixture(scope="module")
