@@ -39,8 +39,7 @@ def answers(workdir):
     """(stdout, stderr) of the programs; side by side, for speed."""
     (workdir / "other.txt").write_text("w1 zebra w2\nw3\n")
     flags = {
-        "text": ("--text", workdir / "other.txt", "--tokens", 5),
-        "active": ("--split", "test", "--active", 1),
+        "text": ("--text", workdir / "other.txt", "--tokens", 5, "--active", 1),
         "evaluate": ("--split", "test", "--dynamic", "--cache", "--joint")
         + ("--segment", SEGMENT, "--window", WINDOW),
         "generate": ("--prompt", "-", "--tokens", "11", "--top-k", "3")
@@ -48,7 +47,7 @@ def answers(workdir):
     }
     prompts = dict.fromkeys(flags, "") | {"generate": "w1 zebra w2\n"}
     programs = {name: f"{name}.py" for name in flags}
-    programs |= dict.fromkeys(("text", "active"), "evaluate.py")
+    programs["text"] = "evaluate.py"
     started = {
         name: commands.start(
             *(programs[name], "--workdir", workdir), *flags[name], typed=prompts[name]
@@ -98,18 +97,6 @@ def test_the_numbers_are_those_of_the_model_and_the_flags(answers, workdir):
     assert found["dynamic"]["loss"] == pytest.approx(static.loss, rel=0.1)
 
 
-def test_a_mixture_is_scored_with_as_many_components_as_asked_for(answers, workdir):
-    found = json.loads(answers["active"][0].splitlines()[-1])
-    run = state.load_run(workdir)
-    ids = corpus.load(run.config.data).test
-    one = dataclasses.replace(run.model.head, active=1)
-    model = dataclasses.replace(run.model, head=one)
-    expected = evaluate.make_evaluator(model)(run.params, ids, 1, 17)
-    assert found["static"]["loss"] == pytest.approx(expected.loss, rel=1e-5)
-    whole = evaluate.make_evaluator(run.model)(run.params, ids, 1, 17)
-    assert found["static"]["loss"] != pytest.approx(whole.loss, rel=1e-4)
-
-
 def test_any_text_is_scored_with_its_first_word_and_its_unknown_words_counted(
     answers, workdir
 ):
@@ -117,10 +104,15 @@ def test_any_text_is_scored_with_its_first_word_and_its_unknown_words_counted(
     run = state.load_run(workdir)
     # Five of the six words and ends, after the end of a line.
     ids = run.vocab.encode("\nw1 zebra w2\nw3\n")[:6]
-    expected = evaluate.make_evaluator(run.model)(run.params, ids, 1, 17)
+    # With as many components as asked for.
+    one = dataclasses.replace(run.model.head, active=1)
+    model = dataclasses.replace(run.model, head=one)
+    expected = evaluate.make_evaluator(model)(run.params, ids, 1, 17)
     assert found["static"]["tokens"] == 5 and found["unknown"] == 1 / 5
     assert found["static"]["loss"] == pytest.approx(expected.loss, rel=1e-5)
     assert found["text"] == [str(workdir / "other.txt")]
+    whole = evaluate.make_evaluator(run.model)(run.params, ids, 1, 17)
+    assert found["static"]["loss"] != pytest.approx(whole.loss, rel=1e-4)
 
 
 def test_a_prompt_from_standard_input_is_continued_and_its_unknown_words_named(
@@ -136,11 +128,15 @@ def test_a_prompt_from_standard_input_is_continued_and_its_unknown_words_named(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["dynamic", "cache"])
-def test_what_reads_one_stream_is_refused_where_lines_are_read_apart(tmp_path, way):
+def test_what_reads_one_stream_is_refused_where_lines_are_read_apart(tmp_path):
     config = tiny.make_config(data__unit="lines", data__synthetic__words=7)
     tiny.write_run(tmp_path, tiny.make_run(config, tiny.make_words(7)))
-    started = commands.start("evaluate.py", "--workdir", tmp_path, f"--{way}")
-    code, _, errors = commands.finish(started)
-    assert code == 2
-    assert f"--{way} reads a text as one stream; this run has data.unit='l" in errors
+    started = {
+        way: commands.start("evaluate.py", "--workdir", tmp_path, f"--{way}")
+        for way in ("dynamic", "cache")
+    }
+    for way, program in started.items():
+        code, _, errors = commands.finish(program)
+        assert code == 2
+        told = f"--{way} reads a text as one stream; this run has data.unit='l"
+        assert told in errors

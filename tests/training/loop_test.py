@@ -794,16 +794,16 @@ class Launched:
 @pytest.mark.slow
 def test_a_run_that_was_stopped_and_then_killed_ends_like_an_undisturbed_one(tmp_path):
     config = tiny(
-        train__steps=360,
-        train__eval_every=75,
-        train__checkpoint_every=60,
+        train__steps=270,
+        train__eval_every=50,
+        train__checkpoint_every=40,
         optim__averaging="nt",
         optim__patience=1,
     )
     config_file = tmp_path / "config.py"
     config_file.write_text(CONFIG.format(values=configs.to_dict(config)))
     stopped = Launched(config_file, tmp_path / "disturbed")
-    stopped.reach(40)
+    stopped.reach(30)
     os.kill(stopped.process.pid, signal.SIGINT)
     stopped.end()
     workdir = stopped.workdir
@@ -812,9 +812,9 @@ def test_a_run_that_was_stopped_and_then_killed_ends_like_an_undisturbed_one(tmp
     saved = max(int(path.name) for path in (workdir / "checkpoints").iterdir())
     assert f"{workdir}: a new run" in told and "saving; interrupt again" in told
     assert f"asked to stop: saved at step {saved}; " in told
-    assert metrics.read(workdir)[-1]["step"] == saved < 360
+    assert metrics.read(workdir)[-1]["step"] == saved < 270
     killed = Launched(workdir / "config.json", workdir)
-    killed.reach(saved + 30)
+    killed.reach(saved + 20)
     with pytest.raises(lock.LockedError, match=f"process {killed.process.pid} on host"):
         train.run(tiny_again(config), workdir)
     assert f"{workdir}: resumed from step {saved}\n" in killed.log.read_text()
