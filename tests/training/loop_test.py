@@ -499,7 +499,6 @@ def test_a_damaged_vocabulary_of_a_run_is_written_anew(finished, copied):
     assert without_time(again) == without_time(finished[2])
 
 
-@pytest.mark.slow
 def test_a_resume_on_another_text_is_an_error_that_names_the_file(tmp_path):
     text = tmp_path / "text"
     text.mkdir()
