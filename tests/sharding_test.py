@@ -106,10 +106,10 @@ def make_parts(head, backbone, layout=(1, 1)):
 # Words and batches are shared out alike whatever the backbone: the other layouts are
 # those of the run that moves.
 CURVES = [("mos", "awd_lstm", (2, 4)), ("softmax", "transformer", (4, 2))]
-# One of each kind: a learned activation, no mixture, words in two pieces, words in
-# classes and states of several positions. What a head computes of its share of the
-# words is compared to the oracle in tests/heads.
-OTHER_HEADS = ["plif", "lowrank", "mixtape", "mfs"]
+# One of each kind: averaged contexts, a learned activation, no mixture, words in two
+# pieces, words in classes and states of several positions. What a head computes of its
+# share of the words is compared to the oracle in tests/heads.
+OTHER_HEADS = ["moc", "plif", "lowrank", "mixtape", "mfs"]
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from tests import commands, tiny
 from tests.configs_test import load
 
 STEPS, HEARTBEAT = 60, 10
-LANGUAGE = "softmax,random"
+LANGUAGE = "mos,random"
 # A process that is left alone stops by itself within this time: a broken connection
 # is noticed at once, a silent one after the heartbeat.
 NOTICED = 3 * HEARTBEAT
@@ -25,6 +25,8 @@ SIZES = {
     "train.eval_every": 30,
     "train.checkpoint_every": 20,
     "train.log_every": 1,
+    "train.equal_softmax": False,
+    "train.same_width_softmax": False,
     "data.rows": 8,
     "data.length": 5,
     "data.eval_rows": 4,
