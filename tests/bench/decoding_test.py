@@ -54,4 +54,5 @@ def test_draws_from_another_distribution_are_refused(monkeypatch):
         return jnp.argmin(api.log_probs(*inputs[:2], **options), axis=-1)
 
     monkeypatch.setattr(api, "sample", least_likely)
+    monkeypatch.setattr(race, "DECODINGS", ("sample",))
     assert "deviations off" in decode()["sample, auto"]["reason"]

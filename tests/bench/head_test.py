@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from softbottle.bench import head, measure, oracle, problem, race, table, worker
-from softbottle.ops.mixture import blocked, options
+from softbottle.ops.mixture import options, reference
 
 CASE = problem.Case("odd", tokens=11, components=3, dim=7, vocab=37)
 
@@ -106,7 +106,7 @@ def task_for(implementation, case=CASE):
 
 def add_implementation(monkeypatch, loss):
     """Let the operation have one more implementation, called "bent"."""
-    bent = blocked.IMPLEMENTATION._replace(loss=loss)
+    bent = reference.IMPLEMENTATION._replace(loss=loss)
     module = types.SimpleNamespace(IMPLEMENTATION=bent)
     monkeypatch.setitem(sys.modules, "softbottle.ops.mixture.bent", module)
     names = (*options.IMPLEMENTATIONS, "bent")
@@ -117,7 +117,7 @@ def test_a_variant_with_a_gradient_off_by_a_hundredth_is_refused(monkeypatch):
     def loss(mixture, vocabulary, *rest):
         table_VE = scaled_gradient(1.01)(vocabulary.table_VE)
         vocabulary = vocabulary._replace(table_VE=table_VE)
-        return blocked.IMPLEMENTATION.loss(mixture, vocabulary, *rest)
+        return reference.IMPLEMENTATION.loss(mixture, vocabulary, *rest)
 
     add_implementation(monkeypatch, loss)
     row = worker.in_process("softbottle.bench.ours", task_for("bent"))
@@ -132,7 +132,7 @@ def test_a_variant_with_a_gradient_off_by_a_hundredth_is_refused(monkeypatch):
 @pytest.mark.parametrize("offset", [1e-3, np.nan])
 def test_a_variant_with_a_wrong_loss_is_refused(monkeypatch, offset):
     def loss(*arguments):
-        return blocked.IMPLEMENTATION.loss(*arguments) + offset
+        return reference.IMPLEMENTATION.loss(*arguments) + offset
 
     add_implementation(monkeypatch, loss)
     row = worker.in_process("softbottle.bench.ours", task_for("bent"))

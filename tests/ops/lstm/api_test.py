@@ -112,34 +112,16 @@ def test_one_layer_equals_the_formulas_of_pytorch():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "dtype, tolerance, depth, unroll",
-    [("float32", 1e-5, 3, 1), ("float64", 1e-10, 2, 2)],
-)
-def test_both_forms_equal_a_differentiated_scan(dtype, tolerance, depth, unroll):
-    with jax.enable_x64(dtype == "float64"):
-        *arguments, masks = make_problem(dtype, SIZES[: depth + 1])
+def test_both_forms_equal_a_differentiated_scan():
+    with jax.enable_x64(True):
+        *arguments, masks = make_problem("float64")
         expected = value_and_grads(lambda *a: plain_stack(*a, masks), *arguments)
         for implementation in EVERYWHERE:
-            options = {"implementation": implementation, "unroll": unroll}
+            options = {"implementation": implementation, "unroll": 2}
             ours = value_and_grads(
                 lambda *a, o=options: lstm.stack(*a, masks, **o), *arguments
             )
-            chex.assert_trees_all_close(
-                ours, expected, rtol=tolerance, atol=10 * tolerance
-            )
-
-
-@pytest.mark.slow
-def test_gradients_agree_with_finite_differences():
-    with jax.enable_x64(True):
-        *arguments, masks = make_problem("float64", (2, 3, 2), 4, 2)
-        run = jax.jit(
-            lambda *a: scalar(lstm.stack(*a, masks, implementation="wavefront"))
-        )
-        chex.assert_numerical_grads(
-            run, tuple(arguments), order=1, modes=("rev",), atol=1e-6
-        )
+            chex.assert_trees_all_close(ours, expected, rtol=1e-10, atol=1e-9)
 
 
 def plain_rows(lengths, masks, inputs_SBI, carries, layers):
@@ -160,6 +142,7 @@ def plain_rows(lengths, masks, inputs_SBI, carries, layers):
 
 @pytest.mark.slow
 def test_padding_changes_neither_state_nor_gradient():
+    # In float32, and the first row has none.
     *arguments, masks = make_problem(sizes=SIZES[:3], rows=2)
     lengths = (STEPS, 6)
     valid_SB = np.arange(STEPS)[:, None] < np.array(lengths)[None]
@@ -192,7 +175,8 @@ def test_a_row_of_padding_keeps_its_state_to_the_bit(implementation):
 @pytest.mark.slow
 @pytest.mark.parametrize("implementation", EVERYWHERE)
 def test_two_halves_equal_the_whole(implementation):
-    inputs_SBI, carries, layers, masks = make_problem(sizes=SIZES[:3])
+    # Of one length, so that one program runs them.
+    inputs_SBI, carries, layers, masks = make_problem(sizes=SIZES[:3], steps=14)
     inputs_SBI = np.asarray(inputs_SBI)
 
     @jax.jit
@@ -201,9 +185,9 @@ def test_two_halves_equal_the_whole(implementation):
             inputs_SBI, carries, layers, masks, implementation=implementation
         )
 
-    whole_SBH, whole = run(inputs_SBI, carries)
-    first_SBH, middle = run(inputs_SBI[:5], carries)
-    second_SBH, last = run(inputs_SBI[5:], middle)
+    whole_SBH, whole = run(inputs_SBI, tuple(carries))
+    first_SBH, middle = run(inputs_SBI[:7], tuple(carries))
+    second_SBH, last = run(inputs_SBI[7:], middle)
     halves_SBH = np.concatenate([first_SBH, second_SBH])
     chex.assert_trees_all_close((halves_SBH, last), (whole_SBH, whole), atol=1e-6)
 

@@ -16,7 +16,7 @@ def make_problem():
     rng = np.random.default_rng(0)
 
     def normal(*shape, scale=0.4):
-        return jnp.asarray(scale * rng.normal(size=shape), jnp.float32)
+        return jax.device_put((scale * rng.normal(size=shape)).astype(np.float32))
 
     layers = [
         lstm.Weights(
@@ -25,7 +25,7 @@ def make_problem():
         for i, h in zip(SIZES[:-1], SIZES[1:], strict=True)
     ]
     carries = [lstm.Carry(normal(ROWS, h), normal(ROWS, h)) for h in SIZES[1:]]
-    masks = [jnp.asarray(rng.integers(0, 2, (ROWS, SIZES[1])) / 0.7, jnp.float32)]
+    masks = [(rng.integers(0, 2, (ROWS, SIZES[1])) / 0.7).astype(np.float32)]
     return normal(STEPS, ROWS, SIZES[0]), carries, layers, masks
 
 
@@ -168,7 +168,7 @@ def test_a_batch_is_run_in_pieces_that_all_layers_take(rows, units, step):
 
 def test_pieces_of_a_batch_are_joined_as_they_were(monkeypatch):
     inputs_SBI, carries, layers, masks = make_problem()
-    valid_SB = jnp.arange(STEPS)[:, None] < jnp.array((9, 4, 0))[None]
+    valid_SB = np.arange(STEPS)[:, None] < np.array((9, 4, 0))[None]
     seen = []
 
     def scan(inputs_SBI, *arguments):
@@ -177,9 +177,9 @@ def test_pieces_of_a_batch_are_joined_as_they_were(monkeypatch):
 
     monkeypatch.setattr(persistent, "_run", scan)
     arguments = inputs_SBI, carries, layers, masks, valid_SB
-    whole = persistent.run(*arguments)
+    whole = jax.jit(lambda *a: persistent.run(*a))(*arguments)
     monkeypatch.setattr(gpu, "piece", lambda rows, units: 2)
-    pieces = persistent.run(*arguments)
+    pieces = jax.jit(lambda *a: persistent.run(*a))(*arguments)
     assert seen == [ROWS, 2, 1]
     chex.assert_trees_all_close(whole, pieces, rtol=1e-6)
 

@@ -39,12 +39,12 @@ def test_normalisers_take_any_cotangent(budget):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("budget", [4 * ROW_BYTES + 1, 2**40])
-def test_the_scalar_loss_scales_with_its_cotangent(budget):
+def test_the_scalar_loss_scales_with_its_cotangent():
     problem = oracle.cast(make_problem(), jnp.float32)
+    options = Options(budget_bytes=4 * ROW_BYTES + 1)
 
     def loss(*args):
-        return ops.loss(*paired(*args), SIGSOFTMAX, Options(budget_bytes=budget))
+        return ops.loss(*paired(*args), SIGSOFTMAX, options)
 
     @jax.jit
     def run(*problem):
@@ -56,8 +56,9 @@ def test_the_scalar_loss_scales_with_its_cotangent(budget):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["loss", "nll"])
-@pytest.mark.parametrize("name", ["mos", "moss", "plif"])
+@pytest.mark.parametrize(
+    "name, what", [("mos", "nll"), ("moss", "loss"), ("plif", "nll"), ("plif", "loss")]
+)
 def test_loss_and_gradient_hold_an_eighth_of_the_dense_logits(name, what, optimised):
     tokens, components, vocab, width = 2048, 8, 32_000, 64
     head = {

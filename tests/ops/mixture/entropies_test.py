@@ -73,9 +73,10 @@ def run(options, activation, context_TKE, table_VE, bias_V, bars):
     return found, bars
 
 
-@pytest.mark.parametrize("implementation", ["blocked", "reference"])
 @pytest.mark.parametrize(
-    ("activation", "slope"), [(SOFTMAX, 1), (SIGSOFTMAX, 2)], ids=["z", "sigsoftmax"]
+    ("implementation", "activation", "slope"),
+    [("blocked", SIGSOFTMAX, 2), ("reference", SOFTMAX, 1)],
+    ids=["blocked-sigsoftmax", "reference-z"],
 )
 def test_values_and_gradients(implementation, activation, slope, float64):
     options = Options(implementation=implementation, budget_bytes=2**14)

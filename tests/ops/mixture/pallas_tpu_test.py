@@ -176,23 +176,26 @@ def test_a_traced_theta_has_a_gradient(interpreted):
 @pytest.mark.slow
 @pytest.mark.parametrize("batched", ["contexts", "contexts, centers"])
 def test_a_batch_is_what_its_elements_are(batched, interpreted):
-    context_BTKE = jnp.stack(
-        [oracle.cast(make_inputs(scale=s)[0], jnp.float32) for s in (0.5, 1.0)]
-    )
+    contexts = [make_inputs(scale=s)[0] for s in (0.5, 1.0)]
     table_VE, bias_V = oracle.cast(make_inputs()[1:3], jnp.float32)
-    center_B = jnp.asarray([-1.5, 0.5], jnp.float32)
 
-    def one(module, context_TKE, center):
+    def one(context_TKE, center):
         activation = Activation(generalized, params=(center, 2.5))
-        return lse(module, activation, context_TKE, table_VE, bias_V, vocab=31)
+        return lse(pallas_tpu, activation, context_TKE, table_VE, bias_V, vocab=31)
 
+    centers = [-1.5, 0.5] if "centers" in batched else [-1.5, -1.5]
     axes = (0, 0) if "centers" in batched else (0, None)
-    point = (context_BTKE, center_B if "centers" in batched else center_B[0])
-    ours, theirs = (
-        jax.jit(jax.vmap(functools.partial(one, module), axes))(*point)
-        for module in (pallas_tpu, blocked)
+    point = (
+        np.stack(contexts),
+        np.array(centers if "centers" in batched else centers[0]),
     )
-    oracle.assert_close(ours, theirs, "float32")
+    ours_BTK = jax.jit(jax.vmap(one, axes))(*oracle.cast(point, jnp.float32))
+    exact = []
+    for context_TKE, center in zip(contexts, centers, strict=True):
+        z_TKV = (context_TKE @ make_inputs()[1].T + make_inputs()[2])[:, :, :31]
+        f_TKV = oracle.generalized(center, 2.5)[0](None, z_TKV)
+        exact.append(np.log(f_TKV.sum(axis=2)))
+    oracle.assert_close(ours_BTK, np.stack(exact), "float32")
 
 
 @pytest.mark.slow
@@ -207,21 +210,23 @@ def test_a_table_split_over_devices_gives_loss_and_gradient(interpreted):
         labels_T=problem.labels_T % 31,
     )
 
-    def run(module, *inputs):
-        def local(theta, *inputs):
-            choices = Options(vocab=31, vocab_axis="model").resolve()
-            activation = Activation(generalized, params=theta)
-            loss = module.IMPLEMENTATION.loss
-            share = loss(*paired(*inputs), activation, choices)
-            return jax.lax.psum(share, "data")
+    def loss(module, vocab_axis, theta, *inputs):
+        choices = Options(vocab=31, vocab_axis=vocab_axis).resolve()
+        activation = Activation(generalized, params=theta)
+        return module.IMPLEMENTATION.loss(*paired(*inputs), activation, choices)
 
-        data, model = P("data"), P("model")
-        specs = (P(), data, data, model, model, data, data)
-        total = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P())
-        return jax.jit(jax.value_and_grad(total, argnums=(0, 1, 2, 3, 4)))(*inputs)
+    def local(*inputs):
+        return jax.lax.psum(loss(pallas_tpu, "model", *inputs), "data")
 
+    data, model = P("data"), P("model")
+    specs = (P(), data, data, model, model, data, data)
+    split = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P())
+    whole = functools.partial(loss, blocked, None)
     inputs = oracle.cast(((-1.5, 2.5), *problem), jnp.float32)
-    ours, theirs = (run(module, *inputs) for module in (pallas_tpu, blocked))
+    ours, theirs = (
+        jax.jit(jax.value_and_grad(total, argnums=(0, 1, 2, 3, 4)))(*inputs)
+        for total in (split, whole)
+    )
     oracle.assert_close(ours, theirs, "float32")
 
 

@@ -101,9 +101,8 @@ def test_a_split_vocabulary_gives_the_same():
 
 
 HEADS = (
-    softbottle.softmax(),
     softbottle.mos(2),
-    softbottle.partition(3, components=2),
+    softbottle.partition(2, components=2),
     softbottle.mixtape(2, frequent=7),
     softbottle.plif(knots=4),
 )
