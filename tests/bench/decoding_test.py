@@ -6,7 +6,7 @@ from softbottle.ops.mixture import api
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch):
+def small(brief, monkeypatch):
     case = problem.Case("tiny", tokens=7, components=3, dim=5, vocab=101)
     monkeypatch.setitem(problem.DECODING, "tiny", case)
     monkeypatch.setattr(decoding, "OTHER_BUDGET_BYTES", 2 * 4 * 101)

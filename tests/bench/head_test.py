@@ -13,9 +13,8 @@ CASE = problem.Case("odd", tokens=11, components=3, dim=7, vocab=37)
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch):
+def small(brief, monkeypatch):
     monkeypatch.setitem(problem.CASES, "tiny", CASE)
-    monkeypatch.setattr(race, "CPU_PRODUCT", 16)
 
 
 def dense_mean_nll(inputs, labels_T):

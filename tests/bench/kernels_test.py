@@ -39,6 +39,7 @@ def test_nothing_is_traced_unless_it_is_asked_for(monkeypatch):
     assert kernels.of(lambda: jnp.zeros(1)) == {}
 
 
+@pytest.mark.usefixtures("brief")
 def test_a_call_on_a_cpu_is_traced_and_has_no_kernels():
     task = {"kind": "ceiling", "case": ("ceiling", 1, 1, 8, 1), "seconds": 0.0}
     row = ours.run_task(task | {"products": 0, "trace": 3})

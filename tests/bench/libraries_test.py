@@ -31,7 +31,7 @@ forgetful_nll.defvjp(lambda *saved: (row_nll(*saved), saved), forgetful_backward
 
 
 @pytest.fixture
-def tokamax(monkeypatch):
+def tokamax(brief, monkeypatch):
     """Installs a tokamax with the given loss per row; gives what it was asked for."""
 
     def install(nll):
@@ -166,6 +166,7 @@ def test_tokamax_is_raced_without_torch(monkeypatch):
     "peers, without",
     [(["tokamax"], ["blocked, no bias", "blocked, per token, no bias"]), (["cce"], [])],
 )
+@pytest.mark.usefixtures("brief")
 def test_beside_a_peer_without_a_bias_ours_has_none_either(monkeypatch, peers, without):
     monkeypatch.setattr(race.importlib.util, "find_spec", lambda name: name)
     result = race.head(Recorder(), [], ["blocked"], peers, heads=[])

@@ -5,7 +5,7 @@ from softbottle.ops.lstm import api as lstm
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch):
+def small(brief, monkeypatch):
     stack = problem.Stack("tiny", rows=3, positions=5, widths=(3, 3, 3))
     monkeypatch.setitem(problem.STACKS, "tiny", stack)
     monkeypatch.setattr(race, "UNROLLS", (1,))

@@ -1,3 +1,4 @@
+import functools
 import json
 
 import pytest
@@ -5,10 +6,12 @@ import pytest
 from softbottle import config as configs
 from softbottle.bench import step
 
-pytestmark = pytest.mark.usefixtures("quick_keys")
+pytestmark = pytest.mark.usefixtures("quick_keys", "brief")
 
 
-def test_a_step_is_timed_whole_and_by_part_and_told_in_one_line(capsys):
+@pytest.mark.slow
+def test_a_step_is_timed_whole_and_by_part_and_told_in_one_line(capsys, monkeypatch):
+    monkeypatch.setattr(step, "measure", functools.partial(step.measure, seconds=0.0))
     config = configs.Config()
     config.data.rows, config.head.name, config.head.components = 3, "mos", 2
     config.head.context = "tanh"

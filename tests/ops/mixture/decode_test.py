@@ -76,6 +76,7 @@ def test_log_probs_equal_the_dense_ones(budget):
 
 
 @SMALL_UNITS
+@pytest.mark.slow
 def test_log_probs_have_the_same_gradient_by_blocks():
     bar_TV = np.random.default_rng(1).uniform(size=(TOKENS, VOCAB)).astype(np.float32)
 

@@ -57,16 +57,11 @@ def far_problem():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name, route",
-    [("gss", PLAIN), *((name, PADDED) for name in ACTIVATIONS)],
-    ids=["gss-plain", *(f"{name}-padded" for name in ACTIVATIONS)],
-)
-def test_any_padding_gives_the_same_gradient(name, route):
-    activation, center, slope = ACTIVATIONS[name]
+@pytest.mark.parametrize("route", [PLAIN, PADDED], ids=["plain", "padded"])
+def test_any_padding_gives_the_same_gradient(route):
     problem = make_problem(tokens=19, components=3, width=11, vocab=300)
-    exact = loss_and_gradient(problem, center, slope)
-    oracle.assert_close(run(problem, route, activation), exact, "float32")
+    exact = loss_and_gradient(problem, 0.5, 1.7)
+    oracle.assert_close(run(problem, route, GSS), exact, "float32")
 
 
 @pytest.mark.slow

@@ -73,6 +73,7 @@ def exact_step(*arrays):
     return jax.value_and_grad(total, tuple(range(7)))(*arrays)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "components, budget", [(8, BUDGETS[0]), (2, BUDGETS[1]), (8, BUDGETS[2])]
 )

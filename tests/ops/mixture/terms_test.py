@@ -67,10 +67,10 @@ def without_padding(result):
     return value, (*bars[:4], *(bar_T[kept_T] for bar_T in bars[4:]))
 
 
-@pytest.mark.parametrize("budget", [2**12, 2**40])
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("activation", "center", "slope"),
-    [(SIGSOFTMAX, 0.0, 2.0), (LEARNED, 0.5, 1.75)],
+    ("activation", "center", "slope", "budget"),
+    [(SIGSOFTMAX, 0.0, 2.0, 2**12), (LEARNED, 0.5, 1.75, 2**40)],
     ids=["sigsoftmax", "learned"],
 )
 def test_value_and_gradient_equal_the_formula(
@@ -108,6 +108,7 @@ HEADS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head", HEADS, ids=lambda head: head.name)
 def test_a_head_adds_it_to_the_sum_and_to_each_token(head):
     """Two routes: the gradient in forward, and that of the normalizers."""
