@@ -190,7 +190,7 @@ def deviations(words_T, p_V):
 
 @pytest.mark.slow
 def test_words_are_drawn_as_often_as_is_due_to_what_is_kept():
-    draws, choices = 3000, [CHOICES[0], CHOICES[4], CHOICES[11]]
+    draws, choices = 3000, [CHOICES[0], CHOICES[4], CHOICES[11], {}]
     one = decode_test.make_mixture(tokens=1)
     many = tuple(np.repeat(array, draws, axis=0) for array in one[:2]) + one[2:]
     found = all_choices(many, BUDGETS[-1], SIGSOFTMAX, choices)
@@ -210,10 +210,9 @@ def test_words_are_drawn_as_often_as_is_due_to_what_is_kept():
 
 @pytest.mark.slow
 def test_no_choice_of_blocks_changes_what_is_drawn():
-    # Among candidates, and among all words that are kept.
-    choices = [CHOICES[4], CHOICES[9]]
+    # Among candidates nothing is drawn by blocks.
     draws = (
-        all_choices(MIXTURE, budget, SIGSOFTMAX, choices)
+        all_choices(MIXTURE, budget, SIGSOFTMAX, [{"min_p": 0.05}])
         for budget in (decode_test.BUDGETS[1], 2**40)
     )
     for one_T, other_T in zip(*draws, strict=True):
