@@ -162,6 +162,7 @@ def test_tokamax_is_raced_without_torch(monkeypatch):
         raced(monkeypatch, ["tokamax", "liger"], 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "peers, without",
     [(["tokamax"], ["blocked, no bias", "blocked, per token, no bias"]), (["cce"], [])],
