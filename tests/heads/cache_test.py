@@ -14,7 +14,6 @@ from softbottle.heads import cache
 from tests import oracle
 
 ROWS, POSITIONS, VOCAB = 2, 9, 13
-NAMES = ("softmax", "mos")
 OPTIONS = Options(vocab=VOCAB, budget_bytes=1500)
 PADDED_ROWS = 3
 MARGIN = 0.05
@@ -142,8 +141,7 @@ def with_padding_rows(arguments):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-def test_loss_and_every_gradient_are_those_of_loops(name, float64):
+def test_loss_and_every_gradient_are_those_of_loops(float64, name="mos"):
     arguments, weights_BS = make_problem(name)
     ours = functools.partial(loss, name, weights_BS, LABELS_BS)
     step = jax.jit(jax.value_and_grad(ours, argnums=(0, 1, 2, 3)))
@@ -191,7 +189,7 @@ def test_what_has_no_weight_or_no_segment_may_hold_anything(name="mos"):
 
 
 # Not PLIF: beside a cache the level of g counts, and the oracle's is another.
-@pytest.mark.parametrize("name", [*NAMES, "moss", "moc", "partition", "mixtape"])
+@pytest.mark.parametrize("name", ["softmax", "moss", "partition", "mixtape"])
 def test_log_probs_are_those_of_loops_and_sum_to_one(name):
     arguments, _ = make_problem(name)
     padded = oracle.cast(with_padding_rows(arguments), jnp.float32)

@@ -109,7 +109,7 @@ def measured(name, options, padded):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", [name for name in HEADS if name != "mos"])
 def test_values_and_gradients_are_those_of_the_formulas(name, float64):
     _, padded = make_inputs(name)
     options = Options(vocab=VOCAB, budget_bytes=ODD_BUDGET, implementation="blocked")
@@ -117,7 +117,7 @@ def test_values_and_gradients_are_those_of_the_formulas(name, float64):
     oracle.assert_close(ours, wanted(name, A, TEMPERATURE, (True, True)), "float64")
 
 
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", [name for name in HEADS if name != "partition_mixed"])
 def test_the_sum_is_that_of_the_tokens(name, float64):
     """By the closed forms beside the fused loss, or by the reductions.
 
@@ -174,7 +174,7 @@ def test_a_split_vocabulary_gives_the_same(name, float64):
     oracle.assert_close((found, gradient), exact, "float64")
 
 
-@pytest.mark.parametrize("name", ["softmax", "partition", "mos"])
+@pytest.mark.parametrize("name", ["partition", "mos"])
 def test_the_sum_of_a_split_vocabulary_and_split_tokens(name, float64):
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     options = Options(vocab=VOCAB, vocab_axis="model", implementation="blocked")
@@ -204,7 +204,7 @@ def test_the_sum_of_a_split_vocabulary_and_split_tokens(name, float64):
     assert not np.any(bars[3][-1])
 
 
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", ["softmax", "mixtape", "partition_mixed"])
 def test_the_rest_is_asked_for_by_name(name):
     inputs, padded = make_inputs(name)
     head, options = CASES[name].head, Options(vocab=VOCAB)
@@ -287,12 +287,11 @@ def test_the_gradient_by_a_weight_is_the_loss_of_its_token(name, reduction, floa
 
 @pytest.mark.slow
 def test_several_models_and_checkpoints():
-    """Under vmap and remat, sums and tokens are what they are one by one."""
+    """Under vmap and remat, sums and tokens are what the formulas say of each."""
     head, options = CASES["mos"].head, Options(vocab=VOCAB, budget_bytes=ODD_BUDGET)
-    _, padded = make_inputs("mos")
+    plain, padded = make_inputs("mos")
     inputs = oracle.cast(padded, jnp.float32)
-    table_VE = np.asarray(inputs.table_VE)
-    tables = np.stack([table_VE, np.float32(0.5) * table_VE])
+    tables = np.stack([padded.table_VE, 0.5 * padded.table_VE])
 
     def total(table_VE):
         arrays = (inputs.params, table_VE, *inputs[2:5])
@@ -300,11 +299,20 @@ def test_several_models_and_checkpoints():
         loss = head.loss(*arrays, label_smoothing=A, options=options)
         return loss + weighted(found)
 
-    one = jax.jit(jax.value_and_grad(total))
-    several = jax.jit(jax.vmap(jax.value_and_grad(jax.checkpoint(total))))(tables)
-    for index, table_VE in enumerate(tables):
-        for ours, exact in zip(several, one(table_VE), strict=True):
-            np.testing.assert_allclose(ours[index], exact, rtol=2e-5, atol=2e-5)
+    several = jax.jit(jax.vmap(jax.value_and_grad(jax.checkpoint(total))))
+    values, bars = map(np.asarray, several(tables.astype(np.float32)))
+    for table_VE, value, bar_VE in zip(tables, values, bars, strict=True):
+        one = plain._replace(table_VE=table_VE[:VOCAB])
+        log_p_TV = oracle.log_probs("mos", *one[:4])
+        loss, (loss_bar_TV, _) = smoothed(log_p_TV, one.labels_T, A, 1.0)
+        cooled, bars_TV = smoothed(log_p_TV, one.labels_T, 0.0, TEMPERATURE)
+        exact = np.sum(loss["nll"])
+        for bar_T, name, cooled_TV in zip(cotangents(), NAMED, bars_TV, strict=True):
+            exact += np.sum(bar_T * cooled[name])
+            loss_bar_TV += bar_T[:, None] * cooled_TV
+        exact_VE = pad(pulled("mos", one, loss_bar_TV))[1]
+        np.testing.assert_allclose(value, exact, rtol=2e-5, atol=2e-5)
+        np.testing.assert_allclose(bar_VE, exact_VE, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize(
