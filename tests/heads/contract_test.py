@@ -21,18 +21,16 @@ from tests.oracle import CASES, FEW, NAMES, VOCAB
 
 EVERY_HEAD = pytest.mark.parametrize("name", NAMES)
 A_FEW_HEADS = pytest.mark.parametrize("name", FEW[1:])
-# Each activation and each way to meet the words once, in float32 as well; what is made
-# of the states before is differentiated by jax in any precision.
-IN_FLOAT32 = pytest.mark.parametrize(
-    "name", [*FEW, "partition_mixed", "gss", "plif", "softcap", "mixtape"]
-)
+# Each activation once in float32 as well. What is made of the states before is
+# differentiated by jax in any precision; transforms_test.py has classes and pieces.
+IN_FLOAT32 = pytest.mark.parametrize("name", [*FEW, "gss", "plif", "softcap"])
 # What only the operation reads: to it a mixture of contexts is a softmax, which is a
 # mixture of one. Words may be bent by what is fixed, or by what is learned.
 A_HEAD_PER_OPERATION = pytest.mark.parametrize("name", ["moss", "plif_mixed"])
 # Their contexts alone are not those of another head, which has the nll beside the loss.
 LOSS_ALONE = (
-    *("mos", "mos_active", "gss_mixed", "plif_uneven", "lowrank"),
-    *("mixtape_tanh", "doc", "doc_tanh", "mfs"),
+    *("mos", "mos_active", "partition", "sigsoftmax", "gss_mixed", "plif_uneven"),
+    *("lowrank", "mixtape_tanh", "doc", "doc_tanh", "mfs"),
 )
 # Words of one softmax, of a mixture, bent, in classes, in a mixture of these, in pieces
 # and in classes that share contexts.
@@ -119,7 +117,7 @@ def test_value_and_every_gradient_equal_the_oracle_in_float32(name):
 
 @pytest.mark.slow
 def test_the_optimised_program_equals_the_oracle_in_one_block(optimised):
-    check_against_oracle("moss", "float32", budget_bytes=2**40)
+    check_against_oracle("gss_mixed", "float32", budget_bytes=2**40)
 
 
 @EVERY_HEAD
@@ -164,6 +162,11 @@ def test_the_same_call_gives_the_same_bits(name, float64):
     chex.assert_trees_all_equal(everything(name)(*point), everything(name)(*point))
 
 
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in LOSS_ALONE])
+def test_logits_of_magnitude_ten_thousand_stay_finite_in_float64(name, float64):
+    check_large_logits(name, jnp.float64)
+
+
 @IN_FLOAT32
 def test_logits_of_magnitude_ten_thousand_stay_finite_in_float32(name):
     check_large_logits(name, jnp.float32)
@@ -180,13 +183,14 @@ def check_large_logits(name, dtype):
     # Contexts behind a tanh are at most 1, so the table carries the magnitude.
     large = padded._replace(table_VE=padded.table_VE * 1e4, bias_V=padded.bias_V * 1e4)
     large, mask_TKE = oracle.cast((large, mask_TKE), dtype)
-    weights_T = padded.weights_T.astype(np.float32)
+    wide = jnp.promote_types(dtype, jnp.float32)
+    weights_T = padded.weights_T.astype(wide)
     results = everything(name)(large._replace(weights_T=weights_T), mask_TKE, weights_T)
     chex.assert_tree_all_finite(results)
     # A capped logit makes no word less probable than its cap does.
     with np.errstate(all="ignore"):
         least = -np.log(CASES[name].positive(padded.params, np.full((), -1e4)))
-    assert results[2].dtype == jnp.float32 and np.max(results[2]) > min(1e3, least)
+    assert results[2].dtype == wide and np.max(results[2]) > min(1e3, least)
 
 
 @EVERY_HEAD
@@ -274,29 +278,26 @@ def test_samples_follow_the_probabilities(name, monkeypatch):
     assert chi_square < freedom + 5 * np.sqrt(2 * freedom)
 
 
-KEPT = (
-    {"temperature": 0.7, "top_k": 21, "top_p": 0.9},
-    {"temperature": 1.3, "top_p": 0.8, "min_p": 0.01},
-)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name, of_kept", [("moss", [1]), ("partition_mixed", [0]), ("mixtape", [0, 1])]
+    "name, choice",
+    [
+        ("moss", {"temperature": 0.7, "top_k": 21, "top_p": 0.9}),
+        ("mixtape", {"temperature": 1.3, "top_p": 0.8, "min_p": 0.01}),
+    ],
 )
-def test_what_is_kept_is_of_the_probabilities_of_the_head(name, of_kept, monkeypatch):
+def test_what_is_kept_is_of_the_probabilities_of_the_head(name, choice, monkeypatch):
     monkeypatch.setattr("softbottle.ops.mixture.decode.UNIT", 16)
     sampling_test.replace_noise(monkeypatch, sampling_test.least_probable)
-    choices = [KEPT[index] for index in of_kept]
     head, inputs = CASES[name].head, oracle.make_inputs(name, scale=0.5)
 
     def run(*args):
         options, key = Options(budget_bytes=ODD_BUDGET), jax.random.key(0)
-        return [head.sample(*args, key, options=options, **each) for each in choices]
+        return head.sample(*args, key, options=options, **choice)
 
-    found = jax.jit(run)(*oracle.cast(inputs[:4], jnp.float32))
+    found_T = jax.jit(run)(*oracle.cast(inputs[:4], jnp.float32))
     p_TV = np.exp(oracle.log_probs(name, *inputs[:4]))
-    sampling_test.check_sets(p_TV, found, choices)
+    sampling_test.check_sets(p_TV, [found_T], [choice])
 
 
 @pytest.mark.slow
@@ -440,11 +441,9 @@ def distance(ours, exact):
     "name, tokens, rows, budget",
     [
         # In one block, in blocks of one token and of two, and of three with a rest.
-        ("softmax", 1, 2, 1),
         ("softmax", 8, 41, 400),
         ("moss", 1, 41, 5_000),
-        ("moss", 9, 3, 1),
-        ("plif_mixed", 2, 5, 1),
+        ("moss", 9, 2, 1),
         ("plif_mixed", 8, 17, 800),
     ],
 )

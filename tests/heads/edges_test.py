@@ -143,22 +143,21 @@ def test_the_kind_of_the_labels_changes_nothing():
         oracle.assert_close(found, exact, "float32")
 
 
-@jax.jit
+compiled_best_words = jax.jit(cache.best_words)
+
+
 def run_cached(point):
     memory = history(point)
-    return (
-        call_cached("loss", point, memory),
-        call_cached("nll", point, memory),
-        call_cached("log_probs", point, memory),
-        call_cached("sample", point, memory),
-        cache.best_words(point.hidden_TD, memory),
+    methods = (
+        call_cached(method, point, memory, vocab=VOCAB) for method in CACHED_METHODS
     )
+    return *methods, compiled_best_words(point.hidden_TD, memory)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["uint8", "uint32"])
 def test_the_kind_of_the_words_beside_a_cache_changes_nothing(kind):
-    point = make_cached()
+    point = make_padded()
     labels_BS = np.asarray(point.labels_T, kind)
     results = run_cached(point._replace(labels_T=labels_BS))
     for ours, theirs in zip(results, run_cached(point), strict=True):

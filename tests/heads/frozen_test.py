@@ -35,6 +35,7 @@ def products(function, inputs):
     return round(compiled.cost_analysis()["flops"] / PRODUCT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["loss", "nll"])
 def test_a_frozen_table_and_frozen_states_spare_a_product(method, inputs):
     labels_T = jnp.arange(TOKENS)

@@ -45,7 +45,8 @@ def test_gates_that_all_words_share_give_a_softmax_of_the_mean_context(name):
     assert np.max(np.abs(np.subtract(own_TV, plain_TV))) > 0.1
 
 
-@pytest.mark.parametrize("kind", contexts.KINDS)
+# What gates read of a state is the same beside any residual path.
+@pytest.mark.parametrize("kind", ["tanh", "residual"])
 def test_gates_start_near_one_half_and_apart(kind):
     head = softbottle.mixtape(4, kind, frequent=200)
     hidden_TD = np.random.default_rng(1).normal(size=(50, 64)).astype(np.float32)

@@ -192,7 +192,7 @@ OF_ALL = {"top_p": 0.85, "min_p": 0.02}
         ("moss", (2, 4), True, [OF_ALL]),
         ("plif_mixed", (1, 8), False, [EXACT]),
         ("partition_mixed", (2, 4), False, [OF_THE_BEST]),
-        ("mixtape", (2, 4), True, [EXACT, {"min_p": 0.02}]),
+        ("mixtape", (2, 4), True, [EXACT, {"temperature": 1.3}]),
     ],
 )
 def test_best_words_and_draws_of_a_split_are_those_of_the_whole(
