@@ -440,8 +440,8 @@ def distance(ours, exact):
 @pytest.mark.parametrize(
     "name, tokens, rows, budget",
     [
-        # In one block, in blocks of one token and of two, and of three with a rest.
-        ("softmax", 8, 41, 400),
+        # In one block, in blocks of one token, and in such of three with a rest.
+        ("softmax", 8, 41, 500),
         ("moss", 1, 41, 5_000),
         ("moss", 9, 2, 1),
         ("plif_mixed", 8, 17, 800),
