@@ -6,12 +6,20 @@ import pytest
 
 from softbottle.experiments import sweep
 from tests import tiny
+from tests.experiments import pictures
 
 pytestmark = pytest.mark.usefixtures("quick_keys", "shared_evaluators")
 
 
 def make_config():
     return tiny.make_config(train__steps=3)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def pictures_of_runs_left_out():
+    with pytest.MonkeyPatch.context() as patch:
+        pictures.leave_out(patch)
+        yield
 
 
 @pytest.fixture(scope="module")

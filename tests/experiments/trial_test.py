@@ -13,6 +13,7 @@ from softbottle.analysis.settings import Settings
 from softbottle.experiments import ending, trial
 from softbottle.training import metrics
 from tests import tiny
+from tests.experiments import pictures
 
 pytestmark = pytest.mark.usefixtures("quick_keys", "shared_evaluators")
 
@@ -62,6 +63,7 @@ def test_a_run_stopped_beside_its_rival_says_so_and_goes_on(
 ):
     fields = {"train__steps": 2, "train__equal_softmax": True}
     fields["train__same_width_softmax"] = True
+    pictures.leave_out(monkeypatch)
     add, seen = metrics.Report.add, []
 
     def stop_in_rival(report, step, *arguments):
