@@ -105,18 +105,6 @@ np.testing.assert_allclose(loss, nll_T.sum(), rtol=1e-5)
 assert ids_T.shape == (tokens,) and (0 <= ids_T).all() and (ids_T < vocab).all()
 print(softbottle.__file__)
 """
-
-
-@pytest.mark.slow
-def test_the_readmes_example_runs_with_jax_and_numpy_alone(python, tmp_path):
-    (example,) = re.findall(
-        r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S
-    )
-    done = run(python, "-c", EXAMPLE.format(example=example), cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert str(python.parents[1]) in done.stdout
-
-
 IMPORTS = """
 import importlib, importlib.util, logging, pkgutil, sys, types, softbottle
 for name in {absent}:
@@ -138,30 +126,55 @@ except ModuleNotFoundError as error:
 
 
 @pytest.mark.slow
-def test_heads_and_ops_import_no_extra(python, tmp_path):
+def test_the_readmes_example_runs_and_heads_and_ops_import_with_jax_and_numpy_alone(
+    python, tmp_path
+):
+    (example,) = re.findall(
+        r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S
+    )
     absent = ("absl", "chex", "flax", "ml_collections", "optax", "orbax", "pyarrow")
-    done = run(python, "-c", IMPORTS.format(absent=absent), cwd=tmp_path)
+    program = EXAMPLE.format(example=example) + IMPORTS.format(absent=absent)
+    done = run(python, "-c", program, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    imported = set(done.stdout.split())
-    assert {"softbottle.heads.mos", "softbottle.ops.mixture.api"} <= imported
+    path, *imported = done.stdout.split()
+    assert path.startswith(str(python.parents[1]))
+    assert {"softbottle.heads.mos", "softbottle.ops.mixture.api"} <= {*imported}
 
 
-@pytest.mark.parametrize("name", cli.COMMANDS)
-def test_a_command_without_its_extra_says_which(python, requirements, name, tmp_path):
-    done = run(python.with_name("softbottle"), name, cwd=tmp_path)
-    assert done.returncode == 2, done.stderr
-    (line,) = done.stderr.splitlines()
-    start, _, rest = line.partition("(")
-    assert start == f"softbottle {name} needs packages that are not installed "
-    modules, _, advice = rest.partition("): ")
-    extra = "analysis" if name == "analyze" else "train"
-    assert advice == f"pip install 'softbottle[{extra}]'"
+# What the console script does, for one command after the other.
+COMMANDS = """
+import sys
+from softbottle import cli
+for name in {names}:
+    sys.argv[:] = ["softbottle", name]
+    try:
+        cli.main()
+    except SystemExit as ended:
+        print(ended.code)
+"""
+
+
+@pytest.mark.slow
+def test_a_command_without_its_extra_says_which(python, requirements, tmp_path):
+    started = run(python.with_name("softbottle"), "train", cwd=tmp_path)
+    assert started.returncode == 2, started.stderr
+    done = run(python, "-c", COMMANDS.format(names=cli.COMMANDS), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["2"] * len(cli.COMMANDS)
+    lines = dict(zip(cli.COMMANDS, done.stderr.splitlines(), strict=True))
+    assert started.stderr.splitlines() == [lines["train"]]
     # Every package of the extra that does not come with jax is looked for, but the
     # one that only texts which are not encoded yet need.
     packages = importlib.metadata.packages_distributions()
-    missing = {name for module in modules.split(", ") for name in packages[module]}
     looked_for = requirements["train"] - canonical([*CORE, "pyarrow"])
-    assert looked_for <= canonical(missing)
+    for name, line in lines.items():
+        start, _, rest = line.partition("(")
+        assert start == f"softbottle {name} needs packages that are not installed "
+        modules, _, advice = rest.partition("): ")
+        extra = "analysis" if name == "analyze" else "train"
+        assert advice == f"pip install 'softbottle[{extra}]'"
+        missing = {name for module in modules.split(", ") for name in packages[module]}
+        assert looked_for <= canonical(missing)
 
 
 @pytest.mark.parametrize("arguments", [(), ("--help",)])
