@@ -23,7 +23,7 @@ def make_config():
     config.data.synthetic.eval_tokens = 8_000
     config.model.embed_dim = config.model.hidden_dim = config.model.last_dim = 16
     config.optim.clip = 1.0
-    config.train.steps = 400
+    config.train.steps = 200
     return config
 
 
@@ -33,10 +33,11 @@ def compared(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dropin, "DEVIATIONS", (0.1,))
         patch.setattr(dropin, "TIED", (True,))
-        patch.setattr(dropin, "RATES", (3e-3,))
-        rivals = ["mos", "mos tanh"]
-        rows = dropin.run(make_config(), workdir, rivals, seeds=2)
-        again = dropin.run(make_config(), workdir, rivals, seeds=2)
+        patch.setattr(dropin, "RATES", (6e-3,))
+        config, rivals = make_config(), ["mos", "mos tanh"]
+        config.data.synthetic.eval_tokens = 2_000
+        rows = dropin.run(config, workdir, rivals, seeds=2)
+        again = dropin.run(config, workdir, rivals, seeds=2)
     return workdir, rows, again
 
 
@@ -63,7 +64,7 @@ def test_the_bias_starts_where_the_config_says(tmp_path, monkeypatch):
         monkeypatch.setattr(dropin, name, (1e-3,))
     monkeypatch.setattr(dropin, "TIED", (True,))
     config, losses = make_config(), {}
-    config.train.steps = 1
+    config.train.steps, config.model.backbone = 1, "window"
     for start in ("zero", "frequency"):
         config.model.bias_start = start
         (row,) = dropin.run(config, tmp_path / start, [], seeds=1)
