@@ -10,6 +10,7 @@ import pytest
 from softbottle import drawing
 from softbottle.analysis import capture, curves, inspection, report
 from softbottle.analysis.instruments import scaling, turns
+from tests import pictures
 
 HOSTILE = r"a$b$ $\frac$"
 # Matplotlib writes "\$" as a dollar.
@@ -154,7 +155,8 @@ SECTIONS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SECTIONS)
-def test_reports_on_things_with_strange_names_are_written(name, tmp_path):
+def test_reports_on_things_with_strange_names_are_written(name, tmp_path, monkeypatch):
+    pictures.lay_out_only(monkeypatch)
     path = tmp_path / HOSTILE
     path.write_text("a b a c a b " * 20)
     report.write(tmp_path / "out", HOSTILE, SECTIONS[name](path))

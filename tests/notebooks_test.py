@@ -34,7 +34,10 @@ def cells(source):
 
 # Sizes that a test takes time with and no claim depends on, and those it takes instead.
 SMALLER = {
-    "model": {"tokens=256": "tokens=64", "steps = 200": "steps = 120"},
+    "model": {
+        **{"vocab, dim = 1000": "vocab, dim = 400", "tokens=256": "tokens=64"},
+        "steps = 200": "steps = 120",
+    },
     "pretrained": {"most_common(800)": "most_common(300)"},
     "pretrained_head": {", 800\n": ", 300\n"},
 }

@@ -28,13 +28,15 @@ EXTRAS = {
 
 def run(*command, **options):
     """A finished process that sees nothing of this checkout but what it is given."""
-    hidden = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}
+    # The bytecode of this environment's packages lies beside them, linked or not; under
+    # a prefix, that of the new environment's paths would be made anew.
+    hidden = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONPYCACHEPREFIX"}
     environment = {
         name: text for name, text in os.environ.items() if name not in hidden
     }
     return subprocess.run(
         [*map(str, command)],
-        env=environment | {"JAX_PLATFORMS": "cpu"},
+        env=environment | {"JAX_PLATFORMS": "cpu", "PYTHONDONTWRITEBYTECODE": "1"},
         capture_output=True,
         text=True,
         **options,

@@ -13,6 +13,7 @@ from softbottle.analysis.sources import run
 from softbottle.training import metrics
 from tests import commands, tiny
 
+pytestmark = pytest.mark.usefixtures("quick_keys")
 WORDS, WIDTH = 13, 3
 
 

@@ -11,8 +11,7 @@ from softbottle import model
 from softbottle.analysis.sources import run as run_source
 from softbottle.experiments import components, sweep
 from softbottle.training import metrics, state
-from tests import tiny
-from tests.experiments import pictures
+from tests import pictures, tiny
 
 pytestmark = pytest.mark.usefixtures("quick_keys", "shared_evaluators")
 FIELDS = ("parameters", "test_perplexity", "valid_perplexity")

@@ -7,6 +7,7 @@ from softbottle.data.vocab import Vocab
 from softbottle.experiments import continuation
 from tests import commands, tiny
 
+pytestmark = pytest.mark.usefixtures("quick_keys")
 VOCAB, WIDTH, EOS = 11, 4, 0
 WORDS = tiny.make_words(VOCAB)
 SETTINGS = continuation.Settings(prompts=7, prompt_words=3, tokens=4, seeds=(0, 1))

@@ -13,6 +13,8 @@ from softbottle.data import synthetic
 from softbottle.experiments import dropin
 from tests import tiny
 
+pytestmark = pytest.mark.usefixtures("quick_keys")
+
 
 def make_config():
     config = configs.Config()

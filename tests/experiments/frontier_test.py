@@ -100,6 +100,7 @@ def compared(tmp_path_factory):
     workdir = tmp_path_factory.mktemp("frontier")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(frontier_trial, "supervise", in_this_process)
+        patch.setattr(frontier_plot, "cover", lambda rows: Figure(figsize=(1, 1)))
         grid = frontier.Grid(PAIR, [0.01])
         return workdir, frontier.run(make_config(), workdir, grid, keep=True)
 

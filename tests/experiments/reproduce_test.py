@@ -22,7 +22,7 @@ from softbottle.experiments import (
 from softbottle.experiments.reproduce_plan import Grid, Plan, Unit
 from softbottle.experiments.reproduce_tables import HEADS, TABLES
 from softbottle.training import lock, state, stopping
-from tests import tiny
+from tests import pictures, tiny
 
 pytestmark = pytest.mark.usefixtures("quick_keys", "shared_evaluators")
 
@@ -68,6 +68,8 @@ def without_processes():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reproduce_stage, "supervise", in_this_process)
         patch.setattr(curves, "write", lambda workdir, title: None)
+        # The tests of figures paint them; a page has its own after every stage.
+        pictures.leave_unpainted(patch)
         yield
 
 

@@ -13,6 +13,7 @@ from scipy import special
 from softbottle import heads
 from softbottle.analysis.capture import Capture, Tokens
 from softbottle.analysis.instruments import lowrank, rank
+from softbottle.drawing import Figure
 from softbottle.experiments import (
     retrofit,
     retrofit_arms,
@@ -23,8 +24,9 @@ from softbottle.experiments import (
     retrofit_trial,
 )
 from softbottle.experiments.retrofit_trial import Training
-from tests import commands
+from tests import commands, pictures
 
+pytestmark = pytest.mark.usefixtures("quick_keys")
 STATES, DIM, VOCAB = 900, 6, 41
 
 
@@ -248,6 +250,9 @@ def test_rows_say_what_was_gained_and_what_it_took(compared):
 @pytest.mark.slow
 def test_started_again_it_trains_nothing_and_reports_the_same(compared, monkeypatch):
     workdir, rows, (capture, grid, training) = compared
+    for name in ("retrofit.png", "retrofit-words.png"):
+        assert (workdir / name).read_bytes().startswith(b"\x89PNG")
+    pictures.leave_unpainted(monkeypatch)
     lines = (workdir / "retrofit.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == rows
     page = (workdir / "retrofit.md").read_text()
@@ -256,14 +261,19 @@ def test_started_again_it_trains_nothing_and_reports_the_same(compared, monkeypa
     assert again == rows and (workdir / "retrofit.md").read_text() == page
     assert retrofit_report.RULE in page and "contamination" in page
     assert "Quantized weights" in page and "| mos-2 | 6 | moc-2 |" in page
-    for name in ("retrofit.png", "retrofit-words.png"):
-        assert (workdir / name).read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ValueError, match="of other settings or of another text"):
         retrofit.run(capture, workdir, grid, training, digest="another")
 
 
+@pytest.fixture
+def undrawn(monkeypatch):
+    """The pictures are empty, which takes no time."""
+    for name in ("costs", "frequencies"):
+        monkeypatch.setattr(retrofit_plot, name, lambda found: Figure(figsize=(1, 1)))
+
+
 @pytest.mark.slow
-def test_without_time_the_page_says_what_is_missing(tmp_path):
+def test_without_time_the_page_says_what_is_missing(tmp_path, undrawn):
     grid = retrofit.Grid(["moc-2"], seeds=1)
     training = Training(2, 64, 0.0)
     rows = retrofit.run(make_capture(), tmp_path, grid, training, minutes=0)
@@ -323,7 +333,7 @@ def test_a_run_is_expected_to_take_what_the_last_of_its_arm_took(problem):
 
 
 @pytest.mark.slow
-def test_a_loss_that_is_lost_is_an_outcome(tmp_path):
+def test_a_loss_that_is_lost_is_an_outcome(tmp_path, undrawn):
     grid = retrofit.Grid(["moc-2-linear"], seeds=1, rates=(1e30,))
     rows = retrofit.run(make_capture(), tmp_path, grid, Training(60, 64, 0.0))
     assert "the loss of step" in rows[-1]["failed"]

@@ -10,6 +10,8 @@ from softbottle.experiments import saturation, saturation_report
 from softbottle.training import evaluate, loop, state
 from tests import tiny
 
+pytestmark = pytest.mark.usefixtures("quick_keys", "shared_evaluators")
+
 STEPS = [1, 2, 4, *range(10, 410, 10)]
 PASS = 100
 
@@ -138,7 +140,6 @@ def test_a_run_is_measured_at_its_checkpoints(tmp_path):
     assert run.step == 10 and row["validations"][-1][0] == 10
     expected = score(run.params, test, 1, config.data.eval_length).loss
     assert row["curves"]["loss"][-1] == pytest.approx(expected, abs=2e-6)
-    plain = tiny.make_config()
-    loop.run(plain, tmp_path / "plain")
+    tiny.write_run(tmp_path / "plain", run)
     with pytest.raises(ValueError, match=r"plain has no series of .*train\.series"):
         saturation.measure(tmp_path / "plain")

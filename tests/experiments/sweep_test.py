@@ -5,8 +5,7 @@ import shutil
 import pytest
 
 from softbottle.experiments import sweep
-from tests import tiny
-from tests.experiments import pictures
+from tests import pictures, tiny
 
 pytestmark = pytest.mark.usefixtures("quick_keys", "shared_evaluators")
 

@@ -12,8 +12,7 @@ from softbottle.analysis import inspection
 from softbottle.analysis.settings import Settings
 from softbottle.experiments import ending, trial
 from softbottle.training import metrics
-from tests import tiny
-from tests.experiments import pictures
+from tests import pictures, tiny
 
 pytestmark = pytest.mark.usefixtures("quick_keys", "shared_evaluators")
 

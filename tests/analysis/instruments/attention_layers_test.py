@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 
+from softbottle.analysis import report
 from softbottle.analysis.instruments import attention, attention_layers, normalizers
+from tests import pictures
 
 LAYERS, STRETCHES, HEADS, LENGTH, DIM = 2, 3, 4, 31, 6
 
@@ -119,7 +121,7 @@ def test_intervals_are_over_stretches_and_close_where_they_are_alike():
 
 
 @pytest.mark.slow
-def test_the_section_names_each_model():
+def test_the_section_names_each_model(tmp_path, monkeypatch):
     found = attention_layers.measure(random_logits(), make_states())
     section = attention_layers.section({"one": found, "two": found})
     assert "one: over 31 tokens" in section.reading and "two:" in section.reading
@@ -128,8 +130,8 @@ def test_the_section_names_each_model():
     low, high = found.interval_M2[0]
     shown = f"{np.median(found.spread_LH):.1%} ({low:.1%} to {high:.1%})"
     assert section.tables[0].rows[0][2] == shown
-    for shown in section.figures:
-        shown.figure.draw_without_rendering()
+    pictures.lay_out_only(monkeypatch)
+    report.write(tmp_path, "Heads", [section])
 
 
 def test_a_layer_is_measured_over_the_tokens_that_it_sees():

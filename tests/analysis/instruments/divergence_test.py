@@ -10,7 +10,7 @@ from softbottle.analysis.instruments import divergence, divergence_section, pred
 from softbottle.analysis.settings import DEFAULT
 from softbottle.data import frequency
 from softbottle.ops.mixture.options import Options
-from tests import oracle
+from tests import oracle, pictures
 
 # One block of positions and a part of another; rows beyond the vocabulary.
 TOKENS, WORDS, ROWS = predictions.BLOCK + 67, 37, 40
@@ -245,7 +245,9 @@ def test_models_that_cannot_be_compared_are_refused_in_a_line(change, message):
 
 
 @pytest.mark.slow
-def test_the_section_says_which_model_is_better_and_how_sure(pair, tmp_path):
+def test_the_section_says_which_model_is_better_and_how_sure(
+    pair, tmp_path, monkeypatch
+):
     a, b, positions, expected = pair
     section = divergence_section.inspect([a, b], DEFAULT)
     assert f"KL(a||b) is {expected['forward_T'].mean():.3f} (" in section.reading
@@ -269,6 +271,7 @@ def test_the_section_says_which_model_is_better_and_how_sure(pair, tmp_path):
     )
     names = [figure.name for figure in section.figures]
     assert len(names) == 6 and all(name.startswith("compare-") for name in names)
+    pictures.lay_out_only(monkeypatch)
     report.write(tmp_path, "Two models", [section])
     with pytest.raises(ValueError, match="two models are compared, not 1"):
         divergence_section.inspect([a], DEFAULT)

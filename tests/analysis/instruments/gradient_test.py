@@ -9,7 +9,7 @@ from softbottle.analysis import report
 from softbottle.analysis.instruments import gradient
 from softbottle.analysis.sources import run as source
 from softbottle.ops.mixture import activations
-from tests import tiny
+from tests import pictures, tiny
 
 TOKENS, COMPONENTS, WIDTH, WORDS = 41, 3, 5, 31
 
@@ -172,7 +172,7 @@ def test_arrays_that_do_not_fit_are_refused():
 
 
 @pytest.mark.slow
-def test_a_run_is_measured_through_its_own_head(tmp_path):
+def test_a_run_is_measured_through_its_own_head(tmp_path, monkeypatch):
     run, corpus = tiny.make_narrow_run(
         "mos", COMPONENTS, WORDS, WIDTH, model__vocab_multiple=8
     )
@@ -192,4 +192,5 @@ def test_a_run_is_measured_through_its_own_head(tmp_path):
     (row, _) = section.tables[0].rows
     assert row[1] == f"{found.kept:.1%} ({low:.1%} to {high:.1%})"
     assert "bootstrap over" in section.remarks and section.remarks in section.reading
+    pictures.lay_out_only(monkeypatch)
     report.write(tmp_path, "Heads", [section])

@@ -15,7 +15,7 @@ from softbottle.analysis.instruments import (
 )
 from softbottle.analysis.sources import run as source
 from softbottle.training import evaluate
-from tests import tiny
+from tests import pictures, tiny
 
 WORDS, WIDTH = 23, 3
 
@@ -232,9 +232,10 @@ def test_in_float64_a_softmax_stops_at_its_bound_by_both_tolerances(measured):
     assert jnp.zeros(()).dtype == jnp.float32
 
 
-def test_the_section_is_a_page_with_each_head_on_it(measured, tmp_path):
+def test_the_section_is_a_page_with_each_head_on_it(measured, tmp_path, monkeypatch):
     section = rank_section.section(measured)
     assert f"softmax: rank {WIDTH + 2} of at most {WORDS}" in section.reading
     assert [one.name for one in section.figures] == ["rank-spectrum", "rank-components"]
+    pictures.lay_out_only(monkeypatch)
     report.write(tmp_path, "Runs", [section])
     assert len(rank_section.section({"softmax": measured["softmax"]}).figures) == 1

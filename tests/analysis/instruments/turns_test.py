@@ -6,6 +6,7 @@ import pytest
 from softbottle.analysis import report
 from softbottle.analysis.instruments import saturation, turns
 from softbottle.training import loop
+from tests import pictures
 from tests.analysis.instruments.saturation_test import random_states
 
 
@@ -104,7 +105,9 @@ def make_checkpoints():
         yield step, table_VE, balanced_ND + drift, loss
 
 
-def test_curves_measure_each_checkpoint_and_their_section_tells_the_order(tmp_path):
+def test_curves_measure_each_checkpoint_and_their_section_tells_the_order(
+    tmp_path, monkeypatch
+):
     found = turns.measure(make_checkpoints())
     step, table_VE, states_ND, loss = list(make_checkpoints())[7]
     assert (found.step_M[7], found.loss_M[7]) == (step, loss)
@@ -126,6 +129,7 @@ def test_curves_measure_each_checkpoint_and_their_section_tells_the_order(tmp_pa
     assert section.numbers["short"]["lags"] == {}
     assert len(section.figures) == 6 and len(section.verdicts) == 1
     assert "as its singular entropy and anisotropy do" in section.verdicts["long"]
+    pictures.lay_out_only(monkeypatch)
     report.write(tmp_path, "Runs", [section])
 
 

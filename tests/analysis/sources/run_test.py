@@ -15,6 +15,7 @@ from softbottle.data import corpus
 from softbottle.training import checkpoint, evaluate, state
 from tests import tiny
 
+pytestmark = pytest.mark.usefixtures("quick_keys")
 VOCAB, LENGTH, GAIN = 13, 8, 1.5
 IDS = np.random.default_rng(0).integers(0, VOCAB, 3 * LENGTH + 4)
 
