@@ -156,7 +156,6 @@ for name in {names}:
 """
 
 
-@pytest.mark.slow
 def test_a_command_without_its_extra_says_which(python, requirements, tmp_path):
     started = run(python.with_name("softbottle"), "train", cwd=tmp_path)
     assert started.returncode == 2, started.stderr
