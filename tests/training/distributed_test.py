@@ -5,6 +5,7 @@ import random
 import signal
 import socket
 import time
+import warnings
 
 import numpy as np
 import pytest
@@ -147,8 +148,11 @@ def test_a_job_killed_and_preempted_goes_on_with_other_processes(
     start, undisturbed, tmp_path
 ):
     kill(start(), 1, 23)
-    # The checkpoint of two processes is good for one of four devices, and back.
-    assert len(train_alone(tmp_path / "run", train__steps=30)) == 30
+    # The checkpoint of two processes is good for one of four devices, and back. Of one
+    # that was still being written there is a warning, and the run begins anew.
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*IS INCOMPLETE")
+        assert len(train_alone(tmp_path / "run", train__steps=30)) == 30
     # One is asked, and both save at the same step.
     ask(start(), 1, 31)
     job = start()
