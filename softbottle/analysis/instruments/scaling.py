@@ -163,7 +163,7 @@ def of_models(
     # Names come out of a file, and go to the terminal.
     names = _apart([vocab.printable(str(name)) for name in names])
     chosen = [np.asarray(array)[fitted_M] for array in data]
-    fitted = [names[at] for at in np.flatnonzero(fitted_M)]
+    fitted = [name for name, taken in zip(names, fitted_M, strict=True) if taken]
     law = fit(*chosen)
     return section(law, names, *data, fitted=fitted, within=intervals(law, *chosen))
 
