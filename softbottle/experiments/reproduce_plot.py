@@ -10,6 +10,7 @@ from softbottle import drawing
 from softbottle.experiments import reproduce_published
 from softbottle.experiments.reproduce_plan import Plan, Unit
 from softbottle.experiments.reproduce_tables import BY_COMPONENTS
+from softbottle.training import metrics
 
 Row = dict[str, Any]
 # (components, number)
@@ -76,7 +77,7 @@ def curves(plan: Plan, rows: Mapping[Unit, Row]) -> drawing.Figure | None:
     """
     by_stage: dict[str, list[Unit]] = {}
     for unit in plan.units:
-        if len(rows.get(unit, {}).get("validations", ())) > 1:
+        if len(_perplexities(rows.get(unit, {}))) > 1:
             by_stage.setdefault(unit.stage, []).append(unit)
     if not by_stage:
         return None
@@ -95,8 +96,7 @@ def _trainings(axes, rows):
     known = all(head in drawing.HEADS for head in heads)
     tenths, ends, lowest = [], [], []
     for unit, row in rows.items():
-        steps, losses = zip(*row["validations"], strict=True)
-        perplexities = [math.exp(loss) for loss in losses]
+        steps, perplexities = zip(*_perplexities(row), strict=True)
         scale = row["epochs"] / row["steps"] if epochs else 1e-3
         name = unit.head if heads.count(unit.head) == 1 else unit.run
         axes.plot(
@@ -114,6 +114,12 @@ def _trainings(axes, rows):
     axes.set(ylabel="validation perplexity", ylim=limits)
     drawing.plain(axes.yaxis)
     drawing.label(axes, most=_NAMED)
+
+
+def _perplexities(row):
+    """Step and perplexity of the validations whose perplexity is finite."""
+    found = ((s, metrics.perplexity(loss)) for s, loss in row.get("validations", ()))
+    return [(step, value) for step, value in found if math.isfinite(value)]
 
 
 def _measured(plan, rows, line):

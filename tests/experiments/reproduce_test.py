@@ -374,7 +374,8 @@ def test_trainings_are_drawn_side_by_side(tmp_path, epochs, along, label):
     row = {"steps": 400, "epochs": epochs}
     losses = [[100, 3.0], [200, 2.0], [300, 1.0], [400, 1.5]]
     rows = {
-        Unit("mos", 1, "train"): row | {"validations": losses},
+        # A loss whose perplexity is beyond all numbers is not drawn.
+        Unit("mos", 1, "train"): row | {"validations": [[50, 1e3], *losses]},
         Unit("mos", 2, "train"): row | {"validations": losses[1:]},
         Unit("softmax", 1, "train"): row | {"validations": losses[:1]},
         Unit("softmax", 2, "train"): {"begun": True},
