@@ -104,6 +104,7 @@ _COMPONENTS = (1, 2, 3, 5, 7, 10, 20)
 _FEW = 3  # components
 # Of heads that do not learn at the recipe's 20 (docs/results/ptb.md).
 _SLOW = {"optim.learning_rate": 10.0}
+_PARTITION = {"head.name": "partition", "head.classes": 4, "head.components": None}
 _ONE_WIDTH = {"model.embed_dim": 340, "model.hidden_dim": 960, "model.last_dim": 340}
 HEADS: dict[str, Head] = {
     **{name: Head(name) for name in _PLAIN},
@@ -114,14 +115,8 @@ HEADS: dict[str, Head] = {
     # Cheap heads that do best on the frontier (docs/results/frontier.md), with the
     # mixture's widths.
     "moc-residual": Head("moc", {"head.context": "residual", **_SLOW}),
-    "partition-4": Head(
-        "mos",
-        {
-            **{"head.name": "partition", "head.classes": 4},
-            **{"head.components": None, "head.context": "residual"},
-            **_SLOW,
-        },
-    ),
+    "partition-4": Head("mos", {**_PARTITION, "head.context": "residual", **_SLOW}),
+    "partition-4-tanh": Head("mos", _PARTITION),
     # Equal parameters, as Parthiban et al. compare them on PTB: 17.53M and 17.56M. The
     # softmax has the learning rate and the dropout between layers of their softmax.
     "mos-280": Head("mos", {"model.last_dim": 280}),
