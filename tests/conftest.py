@@ -3,6 +3,7 @@
 import functools
 import gc
 import importlib.metadata
+import importlib.util
 import os
 import tempfile
 
@@ -19,9 +20,13 @@ if importlib.metadata.version("jaxlib").startswith("0.10."):
     # not the one that users run; later versions do not know the flag.
     flags.append("--xla_cpu_use_fusion_emitters=false")
 os.environ["XLA_FLAGS"] = " ".join(dict.fromkeys(flags))
-if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
-    # Without bytecode a command takes three times as long to start. It is kept apart
-    # from the sources, for as long as the tests run.
+if os.environ.get("PYTHONDONTWRITEBYTECODE") and not os.path.exists(
+    importlib.util.find_spec("jax").cached
+):
+    # Without bytecode a command takes three times as long to start. Where that of the
+    # packages does not lie beside them, it is kept apart from the sources, for as long
+    # as the tests run.
+    del os.environ["PYTHONDONTWRITEBYTECODE"]
     _BYTECODE = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
     os.environ["PYTHONPYCACHEPREFIX"] = _BYTECODE.name
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
