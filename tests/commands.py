@@ -6,6 +6,10 @@ an interpreter instead, as users do.
 """
 
 import atexit
+import contextlib
+import importlib
+import io
+import json
 import multiprocessing
 import os
 import pathlib
@@ -13,9 +17,11 @@ import runpy
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+from absl.testing import flagsaver
 
 from tests import ROOT
 
@@ -102,15 +108,19 @@ def _main(script, arguments, streams, devices, absent):
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", devices)
     try:
-        if script.endswith(".py"):
-            sys.argv = [f"launch/{script}", *arguments]
-            runpy.run_path(sys.argv[0], run_name="__main__")
-        else:
-            sys.argv = ["softbottle", script, *arguments]
-            runpy.run_module("softbottle", run_name="__main__")
+        _be(script, arguments)
     finally:
         # A forked process leaves them out, and jax and orbax have some.
         atexit._run_exitfuncs()
+
+
+def _be(script, arguments):
+    if script.endswith(".py"):
+        sys.argv = [f"launch/{script}", *arguments]
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    else:
+        sys.argv = ["softbottle", script, *arguments]
+        runpy.run_module("softbottle", run_name="__main__")
 
 
 def finish(program: Program) -> Answer:
@@ -125,6 +135,52 @@ def run(script: str, *arguments: Any) -> str:
     answer = finish(start(script, *arguments))
     assert answer.code == 0, answer.errors[-2000:]
     return answer.output
+
+
+def check(lines: Sequence[tuple[str, Sequence[str]]]) -> list[Answer]:
+    """The answers of one command to lines that it parses and does not act on.
+
+    To parse is quick: all are parsed in one process, from the same defaults.
+
+    Args:
+        lines: for each the script, all of them of the same command, and the arguments.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder) / "answers"
+        process = _FORKS.Process(target=_check, args=(lines, path), daemon=True)
+        process.start()
+        process.join(SECONDS)
+        assert process.exitcode == 0, lines
+        return [Answer(*answer) for answer in json.loads(path.read_text())]
+
+
+def _check(lines, path):
+    """In the new process: write what comes of each line to a file."""
+    os.chdir(ROOT)
+    answers = []
+    # Imported here, or its flags are gone with the first line's values.
+    with contextlib.suppress(ModuleNotFoundError):
+        importlib.import_module(f"softbottle.commands.{command(lines[0][0])}")
+    for script, arguments in lines:
+        output, errors, code = io.StringIO(), io.StringIO(), 0
+        streams = contextlib.ExitStack()
+        streams.enter_context(contextlib.redirect_stdout(output))
+        streams.enter_context(contextlib.redirect_stderr(errors))
+        with streams, flagsaver.flagsaver():
+            try:
+                _be(script, [*arguments, "--only_check_args"])
+            except SystemExit as ended:
+                code = ended.code or 0
+            except Exception as error:
+                code = 1
+                print(repr(error), file=errors)
+        answers.append((code, output.getvalue(), errors.getvalue()))
+    path.write_text(json.dumps(answers))
+
+
+def command(script: str) -> str:
+    """The name of the command that a script is, or that it is called by."""
+    return script.removesuffix(".py")
 
 
 def start_fresh(script: str, *arguments: Any) -> subprocess.Popen:
