@@ -12,7 +12,7 @@ import jax
 import pytest
 
 import softbottle
-from tests import ROOT, commands
+from tests import ROOT, commands, pictures
 
 TOP = sorted(ROOT.glob("*.md"))
 SITE = sorted((ROOT / "docs").rglob("*.md"))
@@ -70,6 +70,7 @@ def test_the_python_of_a_page_runs_as_printed(page, tmp_path, monkeypatch):
         if f"import {package}" in text:
             pytest.importorskip(package)
     monkeypatch.chdir(tmp_path)
+    pictures.lay_out_only(monkeypatch)
     namespace = {"__name__": page.stem}
     # What a user's own program has.
     with jax.numpy_rank_promotion("allow"):

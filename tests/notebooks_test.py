@@ -14,7 +14,7 @@ import tempfile
 import jax
 import pytest
 
-from tests import ROOT
+from tests import ROOT, pictures
 
 SOURCES = sorted((ROOT / "notebooks").glob("*.py"))
 
@@ -34,6 +34,7 @@ def cells(source):
 
 # Sizes that a test takes time with and no claim depends on, and those it takes instead.
 SMALLER = {
+    "bottleneck": {"steps=500": "steps=250"},
     "model": {
         **{"vocab, dim = 1000": "vocab, dim = 400", "tokens=256": "tokens=64"},
         "steps = 200": "steps = 120",
@@ -105,6 +106,7 @@ CLAIMS = {check.__name__: check for check in CHECKS}
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
 def test_a_notebook_runs_and_shows_what_it_says(source, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    pictures.lay_out_only(monkeypatch)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     # What a user's own program has.
     with jax.numpy_rank_promotion("allow"):

@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import venv
 import zipfile
 
@@ -43,6 +44,12 @@ def run(*command, **options):
     )
 
 
+BUILD = """
+import {backend} as backend
+backend.build_wheel(".")
+"""
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
     source = tmp_path_factory.mktemp("source")
@@ -51,8 +58,10 @@ def wheel(tmp_path_factory):
     for name in ("softbottle", "configs"):
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, source / name, ignore=ignored)
-    options = ("--wheel", "--no-isolation", "--outdir", source)
-    done = run(sys.executable, "-m", "build", *options, cwd=source)
+    settings = tomllib.loads((source / "pyproject.toml").read_text())["build-system"]
+    # What `python -m build` does, in one process instead of three.
+    program = BUILD.format(backend=settings["build-backend"])
+    done = run(sys.executable, "-c", program, cwd=source)
     assert done.returncode == 0, done.stdout + done.stderr
     (path,) = source.glob("*.whl")
     return path

@@ -10,6 +10,7 @@ from softbottle.analysis.sources import opening
 from softbottle.training import state
 from tests import commands, tiny
 
+pytestmark = pytest.mark.usefixtures("quick_keys")
 WORDS, WIDTH = 13, 3
 
 
@@ -31,10 +32,18 @@ def workdirs(tmp_path_factory):
     return [folder / "mos", folder / "softmax"]
 
 
+@pytest.fixture(scope="module")
+def sources(workdirs):
+    return opening.runs(workdirs, positions=70, in_order=True)
+
+
+@pytest.fixture(scope="module")
+def made(sources):
+    return pair.inspect(sources, ["rank"])
+
+
 @pytest.mark.slow
-def test_two_runs_are_compared_on_the_same_tokens(workdirs):
-    sources = opening.runs(workdirs, positions=70, in_order=True)
-    made = pair.inspect(sources, ["rank"])
+def test_two_runs_are_compared_on_the_same_tokens(workdirs, sources, made):
     compared, ranked = made.sections
     assert compared.title == "Between two models" and compared.about is not None
     assert compared.numbers["positions"] == 70 and ranked.title == "Rank"
@@ -50,9 +59,7 @@ def test_two_runs_are_compared_on_the_same_tokens(workdirs):
 
 
 @pytest.mark.slow
-def test_a_report_on_two_models_opens_as_others_do(workdirs):
-    sources = opening.runs(workdirs, positions=70, in_order=True)
-    made = pair.inspect(sources, ["rank"])
+def test_a_report_on_two_models_opens_as_others_do(made):
     numbers = made.sections[0].numbers
     screen = overview.opening(made)
     heads, rows = screen.models

@@ -9,14 +9,11 @@ from softbottle.data import batches
 
 
 def law_oracle(draws, length, max_delta, seed):
-    """The reference's lengths, drawn as its training loop draws them."""
+    """The reference's lengths, each as its training loop draws it."""
     random = np.random.RandomState(seed)
-    lengths = []
-    for _ in range(draws):
-        bptt = length if random.random_sample() < 0.95 else length / 2.0
-        seq_len = max(5, int(random.normal(bptt, 5)))
-        lengths.append(min(seq_len, length + max_delta))
-    return np.array(lengths)
+    bptt_N = np.where(random.random_sample(draws) < 0.95, length, length / 2.0)
+    seq_len_N = np.maximum(5, random.normal(bptt_N, 5).astype(int))
+    return np.minimum(seq_len_N, length + max_delta)
 
 
 def true_lengths(stream, count):

@@ -5,6 +5,7 @@ tests/launch/slurm_run.sh runs the Slurm job under a real Slurm.
 
 import json
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -40,17 +41,29 @@ def leave_a_summary(workdir, reached, **train):
     (workdir / "summary.json").write_text(json.dumps({"steps": reached}))
 
 
-def is_finished(workdir, *flags):
-    result = subprocess.run(
-        [sys.executable, PODS / "finished.py", *flags, "--", workdir],
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode in (0, 1) and not result.stdout
+@pytest.fixture
+def is_finished(monkeypatch, capsys):
+    """What finished.py says of a folder, run in this process."""
+
+    def ask(workdir, *flags):
+        program = str(PODS / "finished.py")
+        monkeypatch.setattr(sys, "argv", [program, *flags, "--", str(workdir)])
+        status = 0
+        try:
+            runpy.run_path(program, run_name="__main__")
+        except SystemExit as ended:
+            status = ended.code
+        return tell(status, *capsys.readouterr())
+
+    return ask
+
+
+def tell(status, output, errors):
+    assert status in (0, 1) and not output
     # One line that says why, or none.
-    assert result.stderr.count("\n") == result.returncode
-    assert result.returncode == 0 or result.stderr.startswith("not finished: ")
-    return result.returncode == 0
+    assert errors.count("\n") == status
+    assert status == 0 or errors.startswith("not finished: ")
+    return status == 0
 
 
 @pytest.mark.parametrize(
@@ -65,7 +78,7 @@ def is_finished(workdir, *flags):
     ],
 )
 def test_a_run_is_finished_if_its_summary_reached_its_config(
-    tmp_path, reached, train, finished
+    tmp_path, is_finished, reached, train, finished
 ):
     leave_a_summary(tmp_path, reached, **train)
     assert is_finished(tmp_path) == finished
@@ -74,7 +87,7 @@ def test_a_run_is_finished_if_its_summary_reached_its_config(
 @pytest.mark.parametrize("name", ["summary.json", "config.json"])
 @pytest.mark.parametrize("content", [None, "", "{", "[]", "{}", '{"steps": null}'])
 def test_a_run_is_not_finished_without_a_whole_summary_and_config(
-    tmp_path, name, content
+    tmp_path, is_finished, name, content
 ):
     leave_a_summary(tmp_path, 100, steps=100)
     assert is_finished(tmp_path)
@@ -87,7 +100,9 @@ def test_a_run_is_not_finished_without_a_whole_summary_and_config(
 def test_a_summary_that_the_share_shows_late_is_waited_for(tmp_path):
     writer = threading.Timer(0.2, leave_a_summary, (tmp_path, 100), {"steps": 100})
     writer.start()
-    assert is_finished(tmp_path, "--wait=50")
+    program = [sys.executable, PODS / "finished.py", "--wait=50", "--", tmp_path]
+    result = subprocess.run(program, capture_output=True, text=True)
+    assert tell(result.returncode, result.stdout, result.stderr)
     writer.join()
 
 

@@ -5,6 +5,7 @@ import pytest
 
 from softbottle.analysis.instruments import lowrank
 
+pytestmark = pytest.mark.usefixtures("quick_keys")
 STATES, WIDTH, WORDS, TRUE_RANK = 3001, 7, 11, 2
 LONG = lowrank.Training(steps=300, batch=256, learning_rate=3e-2)
 
@@ -75,12 +76,12 @@ def test_heads_that_begin_with_the_model_s_own_know_what_it_knows():
     hidden_ND, labels_N, table_VD, truth = make_text(rank=4)
     own = lowrank.Own(table_VD, np.zeros(WORDS))
     short = lowrank.FROM_OWN._replace(steps=20)
-    found = lowrank.cut(hidden_ND, labels_N, [1, 2, 4, 7], own, short)
+    found = lowrank.cut(hidden_ND, labels_N, [2, 4, 7], own, short)
     assert found.own == pytest.approx(truth, rel=1e-5)
     # The table is the truth and has rank 4: cutting it there costs nothing.
-    assert found.cut_R[2:] == pytest.approx(truth, rel=1e-4)
-    assert found.knee == 4 and np.all(np.diff(found.cut_R[:3]) < -0.05)
-    assert np.all(found.loss_R[:2] < found.cut_R[:2])
+    assert found.cut_R[1:] == pytest.approx(truth, rel=1e-4)
+    assert found.knee == 4 and found.cut_R[1] < found.cut_R[0] - 0.05
+    assert found.loss_R[0] < found.cut_R[0]
     assert "own head, over the same words" in lowrank.section({"a": found}).reading
 
 

@@ -17,6 +17,7 @@ from softbottle.analysis.sources import run as source
 from softbottle.training import evaluate
 from tests import pictures, tiny
 
+pytestmark = pytest.mark.usefixtures("quick_keys")
 WORDS, WIDTH = 23, 3
 
 
