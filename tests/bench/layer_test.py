@@ -4,7 +4,7 @@ import pytest
 
 from softbottle.bench import layer, problem, race, worker
 
-pytestmark = pytest.mark.usefixtures("brief")
+pytestmark = pytest.mark.usefixtures("brief", "quick_keys")
 
 
 @pytest.mark.slow

@@ -1,5 +1,7 @@
 """Attention by layer and head, on weights that are known."""
 
+import functools
+
 import numpy as np
 import pytest
 
@@ -18,6 +20,11 @@ def make_states(seed=0):
 def random_logits(seed=1):
     rng = np.random.default_rng(seed)
     return 2 * rng.normal(size=(LAYERS, STRETCHES, HEADS, LENGTH))
+
+
+@functools.cache
+def measured():
+    return attention_layers.measure(random_logits(), make_states())
 
 
 def test_a_head_on_one_token_and_a_head_on_all_have_their_spread():
@@ -122,7 +129,7 @@ def test_intervals_are_over_stretches_and_close_where_they_are_alike():
 
 @pytest.mark.slow
 def test_the_section_names_each_model(tmp_path, monkeypatch):
-    found = attention_layers.measure(random_logits(), make_states())
+    found = measured()
     section = attention_layers.section({"one": found, "two": found})
     assert "one: over 31 tokens" in section.reading and "two:" in section.reading
     assert "bootstrap over 3 stretches of text" in section.reading
@@ -130,8 +137,11 @@ def test_the_section_names_each_model(tmp_path, monkeypatch):
     low, high = found.interval_M2[0]
     shown = f"{np.median(found.spread_LH):.1%} ({low:.1%} to {high:.1%})"
     assert section.tables[0].rows[0][2] == shown
+    assert len({one.name for one in section.figures}) == len(section.figures)
     pictures.lay_out_only(monkeypatch)
-    report.write(tmp_path, "Heads", [section])
+    # The second model's own are the first's once more.
+    figures = [one for one in section.figures if not one.name.endswith("-1")]
+    report.write(tmp_path, "Heads", [section._replace(figures=figures)])
 
 
 def test_a_layer_is_measured_over_the_tokens_that_it_sees():
@@ -165,8 +175,7 @@ def test_a_layer_is_measured_over_the_tokens_that_it_sees():
     ],
 )
 def test_numbers_of_layers_and_tokens_are_grammar_too(critical, words):
-    found = attention_layers.measure(random_logits(), make_states())
-    found = found._replace(critical_L=np.array(critical))
+    found = measured()._replace(critical_L=np.array(critical))
     assert words in attention_layers.section({"one": found}).reading
 
 
