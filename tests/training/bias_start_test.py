@@ -49,8 +49,12 @@ def test_cells_count_words_where_the_bias_has_to_be_learned():
     step, counting = steps.make_step(config, model, tx), []
     weights_BS = np.ones((rows, length), np.float32)
     segments_BS = np.ones((rows, length), np.int32)
-    for bias_V in (None, softbottle.log_frequencies(1e6 * share_V)):
-        trained = steps.init_state(config, model, tx, None, bias_V)
+    start = jax.device_get(steps.init_state(config, model, tx))
+    for bias_V in (start.params["bias_V"], softbottle.log_frequencies(1e6 * share_V)):
+        # Put there as often as it is donated.
+        trained = jax.device_put(
+            start.replace(params=start.params | {"bias_V": bias_V})
+        )
         rng = np.random.default_rng(0)
         for number in range(100):
             ids_BS = rng.choice(words, (rows, length + 1), p=share_V).astype(np.int32)
