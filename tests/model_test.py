@@ -57,7 +57,11 @@ def make_config(head="mos", backbone="window", **regularise):
 def make(config, vocab=VOCAB):
     """A model and parameters that numpy draws, so that no program makes them."""
     model = models.make(configs.validate(config), vocab)
-    return model, tiny.draw(jax.eval_shape(model.init, make_key(0)))
+    return model, draw(model)
+
+
+def draw(model):
+    return tiny.draw(jax.eval_shape(model.init, make_key(0)))
 
 
 def make_batch(rows=ROWS, length=LENGTH, seed=0):
@@ -185,10 +189,11 @@ def test_padding_changes_neither_loss_nor_penalty_nor_carry_nor_gradient(backbon
 
     bare, wide = measure(make_batch()), measure(padded(make_batch(), 5))
     chex.assert_trees_all_close(bare, wide, **CLOSE)
-    nll = jax.jit(model.nll)
-    nll_BS, _ = nll(params, padded(make_batch(), 5), model.initial_carry(ROWS))
-    np.testing.assert_array_equal(nll_BS[:, LENGTH:], 0.0)
-    np.testing.assert_allclose(nll_BS.sum(), bare[1][0].total, rtol=1e-5)
+    if backbone == "window":  # the nll is that of the states, whoever made them
+        nll = jax.jit(model.nll)
+        nll_BS, _ = nll(params, padded(make_batch(), 5), model.initial_carry(ROWS))
+        np.testing.assert_array_equal(nll_BS[:, LENGTH:], 0.0)
+        np.testing.assert_allclose(nll_BS.sum(), bare[1][0].total, rtol=1e-5)
 
 
 def test_rows_of_uneven_lengths_are_averaged_over_their_real_positions():
@@ -311,9 +316,8 @@ def test_rows_that_are_no_words_change_neither_loss_nor_counts(tied):
 # Every kind of parameters that a head has, and every backbone. The heads that are left
 # out have a softmax's or MoS's, and tests/heads has every head's gradient.
 FINITE = [
-    *((head, "window") for head in ("softmax", "mos", "moc", "plif", "lowrank")),
-    *(("partition", "window"), ("mixtape", "window")),
-    *(("doc", "transformer"), ("mfs", "awd_lstm")),
+    *((head, "window") for head in ("mos", "plif", "lowrank", "partition", "mixtape")),
+    *(("softmax", "transformer"), ("doc", "awd_lstm"), ("mfs", "window")),
 ]
 # A backbone knows no more of a head than how many layers and positions it reads.
 FITTING = [
@@ -328,16 +332,15 @@ FITTING = [
 def test_a_model_has_a_finite_gradient_in_every_parameter(head, backbone):
     config = make_config(head, backbone, output=0.2, latent=0.2)
     if head == "mfs":
-        # Its hidden layer has no gradient while the facets start at zero.
-        config.head.context = "tanh"
+        config.head.layers = 1
     model = models.make(configs.validate(config), VOCAB)
     batch, carry = make_batch(2, 3), model.initial_carry(2)
 
     def total(params):
         return model.loss(params, batch, carry, make_key(1))[0].total
 
-    # Not jitted: models of equal shapes share the programs that draw them.
-    params = model.init(make_key(0))
+    # Anywhere: tests/heads has what heads learn from where they start.
+    params = draw(model)
     grads = jax.device_get(jax.jit(jax.grad(total))(params))
     chex.assert_trees_all_equal_shapes_and_dtypes(grads, params)
     chex.assert_tree_all_finite(grads)
