@@ -11,6 +11,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from softbottle import config as configs
@@ -40,7 +41,10 @@ make_step = step_lib.make_step  # makes one that no other test has traced
 
 @pytest.fixture(autouse=True, scope="module")
 def shared_programs():
-    """Runs whose programs are the same trace and compile them once."""
+    """Runs whose programs are the same trace and compile them once.
+
+    Nor does each optimiser come with a program of its own that draws parameters.
+    """
     made = {}
 
     def shared(make, unread):
@@ -54,6 +58,7 @@ def shared_programs():
             settings = configs.to_dict(known.config) | dict.fromkeys(unread)
             shape = [settings["data"][name] for name in ("rows", "length", "variable")]
             more = [known.vocab, shape, repr(arguments[3:]), repr(options)]
+            more.append(jax.config.jax_default_prng_impl)
             key = make.__name__ + json.dumps([settings | {"data": more}])
             if key not in made:
                 made[key] = make(*arguments, **options)
@@ -61,13 +66,22 @@ def shared_programs():
 
         return once
 
+    def drawn(config, model, tx):
+        return jax.device_get(init_state(config, model, tx))
+
+    def drawn_once(config, model, tx, mesh=None, bias_V=None):
+        assert mesh is None and bias_V is None
+        state = jax.device_put(draw(config, model, optax.identity()))
+        return state.replace(opt_state=jax.jit(tx.init)(state.params))
+
+    init_state, draw = step_lib.init_state, shared(drawn, ["train", "optim"])
     with pytest.MonkeyPatch.context() as patch:
         for module, name, unread in (
             (step_lib, "make_step", ["train"]),
-            (step_lib, "_builder", ["train"]),
             (evaluate, "make_evaluator", ["train", "optim"]),
         ):
             patch.setattr(module, name, shared(getattr(module, name), unread))
+        patch.setattr(step_lib, "init_state", drawn_once)
         yield
 
 
@@ -77,9 +91,19 @@ def tiny(**fields):
     return make_config(**(base | fields))
 
 
+# What compiles fastest, for tests of which no program is that of another test.
+SIMPLE = {
+    "head__name": "softmax",
+    "head__components": None,
+    "model__last_dim": 3,
+    "regularise__latent": 0.0,
+}
+
+
 def recurrent():
     """The papers' recipe in small: dropout everywhere, NT-ASGD, odd lengths."""
     config = tiny(
+        **SIMPLE,
         model__backbone="awd_lstm",
         data__variable=True,
         data__max_delta=1,
@@ -305,7 +329,7 @@ def test_a_run_resumed_from_before_a_damaged_step_is_bit_for_bit_the_same(
 def test_a_second_run_takes_over_the_compiled_step_of_the_first(tmp_path, monkeypatch):
     monkeypatch.setattr(programs, "folder", lambda: tmp_path / "steps")
     # Of no other test: on a CPU what came out of jax's own cache cannot be kept again.
-    config = tiny(model__last_dim=6)
+    config = tiny(**SIMPLE, optim__name="sgd")
     train.run(config, tmp_path / "first")
     assert list((tmp_path / "steps").iterdir())
     monkeypatch.setattr(programs, "save", None)
@@ -592,6 +616,7 @@ def first(condition, losses, patience):
 @pytest.mark.slow
 def test_averaging_begins_and_a_run_stops_by_the_rule_of_the_authors(tmp_path):
     config = tiny(
+        **SIMPLE,
         optim__learning_rate=0.3,
         optim__averaging="nt",
         optim__patience=1,
@@ -677,8 +702,8 @@ def test_accumulation_takes_the_same_step_and_keeps_the_states_of_all_rows():
     for accumulate in (1, 2):
         parts = Parts(
             tiny(
+                **SIMPLE,
                 model__order=3,  # a state of the two words before
-                regularise__latent=0.0,
                 regularise__activation=2.0,
                 regularise__slowness=1.0,
                 optim__name="sgd",
@@ -693,6 +718,7 @@ def test_accumulation_takes_the_same_step_and_keeps_the_states_of_all_rows():
 @pytest.mark.slow
 def test_a_loss_that_is_no_number_stops_the_run_and_spares_the_checkpoint(tmp_path):
     config = tiny(
+        **SIMPLE,
         optim__name="sgd",
         optim__learning_rate=1e30,
         train__checkpoint_every=1,
@@ -709,6 +735,7 @@ def test_a_loss_that_is_no_number_stops_the_run_and_spares_the_checkpoint(tmp_pa
 
 def test_a_validation_that_is_no_number_stops_the_run(tmp_path):
     config = tiny(
+        **SIMPLE,
         optim__name="sgd",
         optim__learning_rate=1e30,
         train__steps=1,
@@ -794,6 +821,7 @@ class Launched:
 @pytest.mark.slow
 def test_a_run_that_was_stopped_and_then_killed_ends_like_an_undisturbed_one(tmp_path):
     config = tiny(
+        **SIMPLE,
         train__steps=270,
         train__eval_every=50,
         train__checkpoint_every=40,
