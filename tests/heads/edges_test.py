@@ -84,19 +84,22 @@ def test_no_tokens_have_no_loss_and_no_words(name, budget):
     def run(*args):
         point = oracle.Inputs(*args)
         step = functools.partial(head.loss, options=chosen)
-        methods = ("nll", "log_probs", "sample")
-        results = [call(name, method, point, **options) for method in methods]
+        step = jax.value_and_grad(step, argnums=(0, 1, 2, 3))(*args)
+        nll_T = call(name, "nll", point, **options)
+        if name == "plif_mixed":  # its words are found by what finds MoSS's
+            return step, nll_T, ()
+        words = [call(name, each, point, **options) for each in ("log_probs", "sample")]
         # Beyond 16 words are sorted by unit.
-        best = [head.top_k(*args[:4], k, options=chosen) for k in (5, 40)]
-        return jax.value_and_grad(step, argnums=(0, 1, 2, 3))(*args), results, best
+        words += [head.top_k(*args[:4], k, options=chosen) for k in (5, 40)]
+        return step, nll_T, words
 
-    (value, bars), (nll_T, log_p_TV, word_T), best = run(*point)
+    (value, bars), nll_T, words = run(*point)
     assert value == 0
     assert all(not np.any(leaf) for leaf in jax.tree.leaves(bars))
-    assert nll_T.shape == word_T.shape == (0,)
-    assert log_p_TV.shape == (0, 2053)
-    for k, (values_Tk, ids_Tk) in zip((5, 40), best, strict=True):
-        assert values_Tk.shape == ids_Tk.shape == (0, k)
+    assert nll_T.shape == (0,)
+    if name != "plif_mixed":
+        shapes = [each.shape for each in jax.tree.leaves(words)]
+        assert shapes == [(0, 2053), (0,), *[(0, 5)] * 2, *[(0, 40)] * 2]
 
 
 @pytest.mark.slow
@@ -247,18 +250,22 @@ def test_who_sees_a_word_that_is_none_gets_nan_in_nll_and_log_probs(word):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("choice", [{"temperature": 2.0}, {"top_p": 0.9}], ids=str)
-def test_who_sees_a_word_that_is_none_draws_none_by_any_choice(choice):
+def test_who_sees_a_word_that_is_none_draws_none_by_any_choice():
     point = make_cached()
     words_BM = np.array(history(point).words_BM)
     words_BM[0, 1] = VOCAB
     memory = history(point)._replace(words_BM=words_BM)
-    draw = jax.jit(functools.partial(cache.cached(CASES["mos"].head).sample, **choice))
-    found_BS = np.asarray(draw(*point[:4], memory, KEY))
+    sample = cache.cached(CASES["mos"].head).sample
+
+    @jax.jit
+    def draw(*arguments):
+        return sample(*arguments, temperature=2.0), sample(*arguments, top_p=0.9)
+
     strange_BS = np.zeros((2, 9), bool)
     strange_BS[0, 2:4] = True
-    np.testing.assert_array_equal(found_BS == -1, strange_BS)
-    assert np.all(found_BS < VOCAB) and np.all(found_BS >= -1)
+    for found_BS in map(np.asarray, draw(*point[:4], memory, KEY)):
+        np.testing.assert_array_equal(found_BS == -1, strange_BS)
+        assert np.all(found_BS < VOCAB) and np.all(found_BS >= -1)
 
 
 @pytest.mark.slow

@@ -44,7 +44,8 @@ def total(head, what, args, options):
     return -jnp.sum(log_p_TM[:, 0] * args[5])
 
 
-# The log-probabilities of words have in them what the nll has.
+# The log-probabilities of words have in them what the nll has. Those of Mixtape are
+# among the splits that jax does not check: what they add to its loss is ordinary code.
 SPLIT = [
     ("moss", "loss", (1, 8)),
     ("plif_mixed", "loss", (2, 4)),
@@ -53,7 +54,6 @@ SPLIT = [
     ("mixtape", "loss", (2, 4)),
     ("moss", "log_probs_of", (2, 4)),
     ("partition", "log_probs_of", (4, 2)),
-    ("mixtape", "log_probs_of", (2, 4)),
 ]
 
 
@@ -130,7 +130,7 @@ def test_a_split_that_jax_does_not_check_equals_the_oracle(name, what, layout):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["moss", "plif_mixed", "mixtape"])
+@pytest.mark.parametrize("name", ["moss", "mixtape"])
 def test_an_unchecked_gradient_inside_a_split_is_that_of_the_dense_form(name):
     """jax sums cotangents there that it takes for different: so does the loss."""
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
@@ -192,6 +192,7 @@ OF_ALL = {"top_p": 0.85, "min_p": 0.02}
         ("moss", (2, 4), True, [OF_ALL]),
         ("plif_mixed", (1, 8), False, [EXACT]),
         ("partition_mixed", (2, 4), False, [OF_THE_BEST]),
+        # Two pieces of words, each of which is one block.
         ("mixtape", (2, 4), True, [EXACT, {"temperature": 1.3}]),
     ],
 )
@@ -206,13 +207,14 @@ def test_best_words_and_draws_of_a_split_are_those_of_the_whole(
     inputs = oracle.make_inputs(name, tokens=16, rows=rows)[:4]
     point = oracle.cast(inputs, jnp.float32)
     words = 63  # over eight shards the last one holds nothing but padding
+    budget = None if name == "mixtape" else 1_000
 
     def draws(options, *args):
         *output, key = args
         return [head.sample(*output, key, options=options, **each) for each in choices]
 
     def best_and_draws(*args):
-        options = Options(vocab=words, vocab_axis="model", budget_bytes=1_000)
+        options = Options(vocab=words, vocab_axis="model", budget_bytes=budget)
         return head.top_k(*args[:4], 5, options=options), draws(options, *args)
 
     split = jax.shard_map(
@@ -240,8 +242,8 @@ def test_best_words_and_draws_of_a_split_are_those_of_the_whole(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["moss", "plif_mixed"])
-def test_vmap_over_models_equals_one_model_at_a_time(name):
+def test_vmap_over_models_equals_one_model_at_a_time(name="plif_mixed"):
+    """By the blocks; objective_test.py has a mixture by stored exponentials."""
     head = CASES[name].head
     problems = [oracle.make_inputs(name, seed=seed) for seed in (0, 1)]
     stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *problems)

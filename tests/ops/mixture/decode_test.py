@@ -158,7 +158,8 @@ def test_of_equally_probable_words_of_all_shards_the_first_comes_first(k):
 @SMALL_UNITS
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "generator, streamed", [("threefry2x32", STREAMED), ("unsafe_rbg", STREAMED[1:])]
+    "generator, streamed",
+    [("threefry2x32", STREAMED[0]), ("unsafe_rbg", STREAMED[1])],
 )
 def test_what_is_drawn_depends_on_the_key_and_not_on_blocks(generator, streamed):
     @functools.partial(jax.jit, static_argnames="budget")
@@ -169,8 +170,7 @@ def test_what_is_drawn_depends_on_the_key_and_not_on_blocks(generator, streamed)
 
     mixture = oracle.cast(MIXTURE, jnp.float32)
     whole_T = draw(7, BUDGETS[-1])
-    for budget in streamed:
-        np.testing.assert_array_equal(draw(7, budget), whole_T)
+    np.testing.assert_array_equal(draw(7, streamed), whole_T)
     assert np.any(draw(8, BUDGETS[-1]) != whole_T)
 
 

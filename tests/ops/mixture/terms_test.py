@@ -19,6 +19,7 @@ from tests.ops.mixture.problem import make_problem
 
 LEARNED = Activation(generalized, params=(jnp.asarray(0.5), jnp.asarray(1.75)))
 BY = (0, 1, 2, 3, 5, 6, 7)  # the labels, 4, have no gradient
+pytestmark = pytest.mark.usefixtures("quick_keys")
 
 
 def make_point():
