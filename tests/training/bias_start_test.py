@@ -16,8 +16,12 @@ pytestmark = pytest.mark.usefixtures("quick_keys")
 @pytest.mark.slow
 def test_a_run_may_start_from_the_words_frequencies(tmp_path):
     config = tiny.make_config(
+        head__name="softmax",
+        head__components=None,
+        model__last_dim=3,
         model__bias_start="frequency",
         model__vocab_multiple=4,
+        optim__name="sgd",
         optim__learning_rate=1e-9,
         train__steps=1,
         train__eval_every=1,

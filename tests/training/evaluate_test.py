@@ -7,6 +7,7 @@ import pytest
 from softbottle import config as configs
 from softbottle import model, sharding
 from softbottle.training import evaluate
+from tests import tiny
 
 VOCAB, WIDTH = 11, 3
 pytestmark = pytest.mark.usefixtures("quick_keys")
@@ -25,7 +26,8 @@ def make(backbone="window", multiple=1):
     config.regularise.output = config.regularise.latent = 0.5
     config.regularise.rows = config.regularise.activation = 0.5
     functions = model.make(configs.validate(config), VOCAB)
-    return functions, jax.jit(functions.init)(jax.random.key(0))
+    shapes = jax.eval_shape(functions.init, jax.random.key(0))
+    return functions, jax.device_put(tiny.draw(shapes))
 
 
 def make_ids(count, seed=0):
