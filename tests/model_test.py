@@ -316,8 +316,9 @@ def test_rows_that_are_no_words_change_neither_loss_nor_counts(tied):
 # Every kind of parameters that a head has, and every backbone. The heads that are left
 # out have a softmax's or MoS's, and tests/heads has every head's gradient.
 FINITE = [
-    *((head, "window") for head in ("mos", "plif", "lowrank", "partition", "mixtape")),
-    *(("softmax", "transformer"), ("doc", "awd_lstm"), ("mfs", "window")),
+    *((head, "window") for head in ("softmax", "mos", "plif", "lowrank")),
+    *(("partition", "window"), ("mixtape", "window")),
+    *(("doc", "transformer"), ("mfs", "awd_lstm")),
 ]
 # A backbone knows no more of a head than how many layers and positions it reads.
 FITTING = [
@@ -332,15 +333,16 @@ FITTING = [
 def test_a_model_has_a_finite_gradient_in_every_parameter(head, backbone):
     config = make_config(head, backbone, output=0.2, latent=0.2)
     if head == "mfs":
-        config.head.layers = 1
+        # Its hidden layer has no gradient while the facets start at zero.
+        config.head.context = "tanh"
     model = models.make(configs.validate(config), VOCAB)
     batch, carry = make_batch(2, 3), model.initial_carry(2)
 
     def total(params):
         return model.loss(params, batch, carry, make_key(1))[0].total
 
-    # Anywhere: tests/heads has what heads learn from where they start.
-    params = draw(model)
+    # Not jitted: models of equal shapes share the programs that draw them.
+    params = model.init(make_key(0))
     grads = jax.device_get(jax.jit(jax.grad(total))(params))
     chex.assert_trees_all_equal_shapes_and_dtypes(grads, params)
     chex.assert_tree_all_finite(grads)

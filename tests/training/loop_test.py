@@ -11,7 +11,6 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 from softbottle import config as configs
@@ -41,10 +40,7 @@ make_step = step_lib.make_step  # makes one that no other test has traced
 
 @pytest.fixture(autouse=True, scope="module")
 def shared_programs():
-    """Runs whose programs are the same trace and compile them once.
-
-    Nor does each optimiser come with a program of its own that draws parameters.
-    """
+    """Runs whose programs are the same trace and compile them once."""
     made = {}
 
     def shared(make, unread):
@@ -66,22 +62,13 @@ def shared_programs():
 
         return once
 
-    def drawn(config, model, tx):
-        return jax.device_get(init_state(config, model, tx))
-
-    def drawn_once(config, model, tx, mesh=None, bias_V=None):
-        assert mesh is None and bias_V is None
-        state = jax.device_put(draw(config, model, optax.identity()))
-        return state.replace(opt_state=jax.jit(tx.init)(state.params))
-
-    init_state, draw = step_lib.init_state, shared(drawn, ["train", "optim"])
     with pytest.MonkeyPatch.context() as patch:
         for module, name, unread in (
             (step_lib, "make_step", ["train"]),
+            (step_lib, "_builder", ["train"]),
             (evaluate, "make_evaluator", ["train", "optim"]),
         ):
             patch.setattr(module, name, shared(getattr(module, name), unread))
-        patch.setattr(step_lib, "init_state", drawn_once)
         yield
 
 
@@ -103,7 +90,6 @@ SIMPLE = {
 def recurrent():
     """The papers' recipe in small: dropout everywhere, NT-ASGD, odd lengths."""
     config = tiny(
-        **SIMPLE,
         model__backbone="awd_lstm",
         data__variable=True,
         data__max_delta=1,
