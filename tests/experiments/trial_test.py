@@ -1,3 +1,5 @@
+import contextlib
+import io
 import json
 import os
 import shlex
@@ -6,7 +8,7 @@ import signal
 
 import pytest
 
-from softbottle import cli
+from softbottle import cli, drawing
 from softbottle import config as configs
 from softbottle.analysis import inspection
 from softbottle.analysis.settings import Settings
@@ -14,19 +16,52 @@ from softbottle.experiments import ending, trial
 from softbottle.training import metrics
 from tests import pictures, tiny
 
-pytestmark = pytest.mark.usefixtures("quick_keys", "shared_evaluators")
+pytestmark = pytest.mark.usefixtures("quick_keys", "shared_evaluators", "shared_steps")
+
+
+def make_config(**fields):
+    return tiny.make_config(train__steps=2, **fields)
 
 
 @pytest.fixture(scope="module")
 def tried(tmp_path_factory):
-    """(folder, summary) of a trial; copied before it is changed."""
+    """(folder, summary, what was printed) of a trial that was stopped beside a rival.
+
+    The folder is copied before it is changed.
+    """
     workdir = tmp_path_factory.mktemp("trial")
-    return workdir, trial.run(tiny.make_config(), workdir)
+    rivals = {f"train__{name}": True for name in ending.RIVALS}
+    add, seen = metrics.Report.add, []
+
+    def stop_in_rival(report, step, *arguments):
+        seen.append(step)
+        if len(seen) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        add(report, step, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        pictures.leave_out(patch)
+        patch.setattr(metrics.Report, "add", stop_in_rival)
+        assert trial.run(make_config(**rivals), workdir) == {}
+    assert not (workdir / "summary.json").exists()
+    paint = drawing.Figure.save
+
+    def paint_the_run_s_own(figure, path):
+        if path.parent == workdir:
+            paint(figure, path)
+
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stdout(io.StringIO()) as printed,
+    ):
+        patch.setattr(drawing.Figure, "save", paint_the_run_s_own)
+        summary = trial.run(make_config(**rivals), workdir)
+    return workdir, summary, printed.getvalue()
 
 
 @pytest.mark.slow
 def test_a_trial_adds_the_truth_and_its_pictures_to_the_summary(tried):
-    workdir, summary = tried
+    workdir, summary, _ = tried
     assert json.loads((workdir / "summary.json").read_text()) == summary
     assert {
         *("test_perplexity", "true_perplexity", "kl", "rank", "softmax_rank_bound"),
@@ -44,7 +79,7 @@ def test_a_trial_whose_metrics_were_lost_draws_no_curve_and_says_so(tried, tmp_p
         pytest.warns(UserWarning, match="metrics.jsonl was deleted or cut short"),
         pytest.warns(UserWarning, match="no curve is drawn"),
     ):
-        assert trial.run(tiny.make_config(), workdir)["kl"] > 0
+        assert trial.run(make_config(), workdir)["kl"] > 0
     assert not (workdir / "valid.png").exists()
 
 
@@ -57,41 +92,23 @@ def test_templates_without_answers_are_refused_before_they_are_trained(unit, tmp
 
 
 @pytest.mark.slow
-def test_a_run_stopped_beside_its_rival_says_so_and_goes_on(
-    tmp_path, monkeypatch, capsys
-):
-    fields = {"train__steps": 2, "train__equal_softmax": True}
-    fields["train__same_width_softmax"] = True
-    pictures.leave_out(monkeypatch)
-    add, seen = metrics.Report.add, []
-
-    def stop_in_rival(report, step, *arguments):
-        seen.append(step)
-        if len(seen) == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
-        add(report, step, *arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(metrics.Report, "add", stop_in_rival)
-        assert trial.run(tiny.make_config(**fields), tmp_path) == {}
-    assert not (tmp_path / "summary.json").exists()
-    summary = trial.run(tiny.make_config(**fields), tmp_path)
+def test_a_run_stopped_beside_its_rival_says_so_and_goes_on(tried):
+    workdir, summary, printed = tried
     for name in ending.RIVALS:
         rival = summary[name]
         assert rival["head"] == "softmax" and rival["steps"] == 2
-        assert rival == json.loads((tmp_path / name / "summary.json").read_text())
+        assert rival == json.loads((workdir / name / "summary.json").read_text())
     assert summary["equal_softmax"]["parameters"] <= summary["parameters"]
     assert summary["same_width_softmax"]["context_dim"] == summary["context_dim"]
-    assert (tmp_path / "comparison.png").stat().st_size > 10_000
-    printed = capsys.readouterr().out
-    assert f"Figures: {tmp_path / 'comparison.png'}" in printed
+    assert (workdir / "comparison.png").stat().st_size > 10_000
+    assert f"Figures: {workdir / 'comparison.png'}" in printed
     program, *words = shlex.split(printed.splitlines()[-1])
     assert program == "softbottle"
     assert words == [
         "analyze",
-        *("--workdir", str(tmp_path)),
-        *("--workdir", str(tmp_path / "same_width_softmax")),
-        *("--out", str(tmp_path / "report")),
+        *("--workdir", str(workdir)),
+        *("--workdir", str(workdir / "same_width_softmax")),
+        *("--out", str(workdir / "report")),
     ]
     assert words[0] in cli.COMMANDS
     runs = [words[2], words[4]]
