@@ -11,6 +11,7 @@ from matplotlib.path import Path
 
 from configs import lm1b
 from softbottle import config as configs
+from softbottle import model as models
 from softbottle import sharding
 from softbottle.data import corpus as corpora
 from softbottle.data import frequency, lines
@@ -92,6 +93,20 @@ def started(monkeypatch, undrawn):
 
     monkeypatch.setattr(frontier_trial, "supervise", supervise)
     return names
+
+
+@pytest.fixture
+def shared_shapes(monkeypatch):
+    """Those of equal models are found once, and not by every arm and search again."""
+    known, find = {}, Variants._shapes
+
+    def remembered(variants, config):
+        key = models.make(config, variants._vocab)
+        if key not in known:
+            known[key] = find(variants, config)
+        return known[key]
+
+    monkeypatch.setattr(Variants, "_shapes", remembered)
 
 
 @pytest.fixture(scope="module")
@@ -494,10 +509,11 @@ def test_an_untimed_run_takes_as_long_as_the_arms_others():
 
 @pytest.mark.slow
 def test_points_without_memory_and_many_points_are_drawn():
-    many = [make_row(arm, loss=4 + 0.01 * n) for n, arm in enumerate([*ARMS][::3])]
+    arms = [*ARMS][:27:3]  # one more than are named
+    many = [make_row(arm, loss=4 + 0.01 * n) for n, arm in enumerate(arms)]
     unknown = make_row("moc-7-tanh", peak_bytes=None, seconds=None)
     figures = [frontier_plot.draw([unknown]), frontier_plot.draw(many)]
-    for figure in (*figures, frontier_plot.cover(many[:6])):
+    for figure in figures:
         figure.draw_without_rendering()
     shown = [[text.get_text() for text in figure.axes[0].texts] for figure in figures]
     numbers = {text.partition(" ")[0] for text in shown[1]}
@@ -570,6 +586,8 @@ def test_the_optimizer_must_have_a_decay(tmp_path):
         frontier.run(config, tmp_path, frontier.Grid(PAIR))
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("shared_shapes")
 def test_on_one_billion_words_the_arms_are_those_of_the_documented_runs():
     config = lm1b.get_config("mos")
     config.data.rows = 256
@@ -601,9 +619,12 @@ def step_time(variant):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("shared_shapes")
 @pytest.mark.parametrize("backbone", ["awd_lstm", "transformer", "window"])
 def test_rivals_have_the_mixtures_parameters_and_its_cost(backbone):
-    config = make_config(model__backbone=backbone, model__layers=2)
+    # An LSTM of one layer has no inner width.
+    layers = 2 if backbone == "awd_lstm" else 1
+    config = make_config(model__backbone=backbone, model__layers=layers)
     config.model.attention_heads = 1
     sizes = {"embed_dim": 24, "hidden_dim": 24, "last_dim": 24, "context_dim": 20}
     for name, size in sizes.items():
@@ -621,8 +642,9 @@ def test_rivals_have_the_mixtures_parameters_and_its_cost(backbone):
         assert passes.steps == 10 * round(mixture.flop / plain.flop) > 10
         assert passes.config.optim.decay_steps == passes.steps - 1
         assert trunk.head == passes.head == plain.head
-    equal = variants.make("softmax-parameters", 0.01, 0)
-    assert 0.9 * mixture.parameters < equal.parameters <= mixture.parameters
+    if backbone == "window":  # parameters are those of any backbone
+        equal = variants.make("softmax-parameters", 0.01, 0)
+        assert 0.9 * mixture.parameters < equal.parameters <= mixture.parameters
 
 
 def test_a_backbone_without_an_inner_width_has_no_larger_trunk():
@@ -636,6 +658,7 @@ def test_the_command_asked_to_stop_saves_its_run_and_says_what_is_missing(tmp_pa
     flags = ("--config", "configs/quickstart.py", "--workdir", tmp_path)
     flags += ("--arms", "softmax", "--learning_rates", "0.01")
     flags += ("--config.train.log_every=5", "--config.data.synthetic.eval_tokens=5000")
+    flags += ("--config.data.synthetic.train_tokens=500_000",)  # 976 steps
     program = commands.start_fresh("frontier.py", *flags)
     metrics = tmp_path / "softmax-0.01-0" / "metrics.jsonl"
     while program.poll() is None:
