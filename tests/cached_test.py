@@ -31,7 +31,7 @@ def make(objective, backbone):
         cache__alpha=ALPHA,
         cache__margin=0.1,
     )
-    return tiny.make_run(config, tiny.make_words(VOCAB), seed=2, scale=2.0)
+    return tiny.draw_run(config, tiny.make_words(VOCAB), seed=2)
 
 
 def make_batch():

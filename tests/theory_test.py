@@ -48,11 +48,11 @@ def make_problem(name, seed=0):
     """Params, table, bias and states of a head, in float64."""
     rng, head = np.random.default_rng(seed), HEADS[name]
     width = head.layers * head.positions * WIDTH
-    params = head.init(jax.random.key(seed), width, WIDTH)
+    init = functools.partial(head.init, hidden_dim=width, context_dim=WIDTH)
     # Larger than at the start of training, so that each tanh bends.
     params = {
-        name: 3.0 * np.float64(leaf) if np.any(leaf) else rng.normal(size=leaf.shape)
-        for name, leaf in params.items()
+        name: rng.normal(size=leaf.shape)
+        for name, leaf in jax.eval_shape(init, jax.random.key(seed)).items()
     }
     shapes = ((WORDS, WIDTH), (WORDS,), (CONTEXTS, width))
     return params, *(rng.normal(size=shape) for shape in shapes)

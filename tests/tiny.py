@@ -89,6 +89,17 @@ def make_run(
     return state.Run(config, vocab, functions, params, 0)
 
 
+def draw_run(config: configs.Config, vocab: Vocab, seed: int = 0) -> state.Run:
+    """A run at its beginning, with parameters that numpy draws.
+
+    They are so large that what they say depends on more than the last word.
+    """
+    functions = models.make(configs.validate(config), len(vocab))
+    shapes = jax.eval_shape(functions.init, jax.random.key(0))
+    params = jax.tree.map(lambda leaf: 2 * leaf, draw(shapes, seed))
+    return state.Run(config, vocab, functions, jax.device_put(params), 0)
+
+
 def make_narrow_run(
     head: str, components: int, words: int, width: int, **fields: Any
 ) -> tuple[state.Run, Corpus]:

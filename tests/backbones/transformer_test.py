@@ -144,7 +144,7 @@ def test_blocks_start_with_variance_one_over_fan_in():
     init = jax.jit(make().init, static_argnames="train")
     params = init(*arguments, train=False)["params"]
     for name, fan_in in (("query_LDNH", DIM), ("down_LFD", 32 * 2 * 2)):
-        deviation = np.std(params["blocks"][name])
+        deviation = np.std(np.asarray(params["blocks"][name]))
         assert abs(deviation * np.sqrt(fan_in) - 1) < 0.15
 
 
