@@ -46,6 +46,7 @@ def make_ids(count, seed):
 
 
 TRAIN, TEST = make_ids(TRAIN_WORDS, 1), make_ids(TEST_WORDS, 2)
+STATISTICS = {}
 
 
 def named(params):
@@ -133,6 +134,22 @@ def brute(start, train, ids, settings):
     return losses
 
 
+@pytest.fixture
+def shared_statistics(monkeypatch):
+    """Those of the same parameters on the same batches are computed once."""
+    compute = dynamic.root_mean_squares
+
+    def remembered(model, params, train, settings):
+        arrays = [train, *map(np.asarray, jax.tree.leaves(params))]
+        contents = [array.tobytes() for array in arrays]
+        key = (model, settings.length, settings.rows, *contents)
+        if key not in STATISTICS:
+            STATISTICS[key] = compute(model, params, train, settings)
+        return STATISTICS[key]
+
+    monkeypatch.setattr(dynamic, "root_mean_squares", remembered)
+
+
 @pytest.fixture(scope="module")
 def static(model):
     """Static evaluation of some ids."""
@@ -165,6 +182,7 @@ def test_statistics_are_root_mean_squares_of_the_gradients_of_batches(model):
     chex.assert_trees_all_close(named(found), statistics(named(params), TRAIN), **CLOSE)
 
 
+@pytest.mark.usefixtures("shared_statistics")
 @pytest.mark.slow
 # The pull is that of the rule, or bounded by 1 / decay for almost all parameters.
 @pytest.mark.parametrize("decay", [0.05, 0.9])
@@ -195,6 +213,7 @@ def test_stretches_are_of_one_program_and_cut_nothing(model, monkeypatch, compil
         assert sum(program in name for name in compiled) == 1
 
 
+@pytest.mark.usefixtures("shared_statistics")
 def test_a_segment_is_scored_before_it_is_learnt_from(model, static):
     functions, params = model
     settings = dynamic.Settings(10.0, 0.05, 1e-3, LENGTH, ROWS)
@@ -203,6 +222,7 @@ def test_a_segment_is_scored_before_it_is_learnt_from(model, static):
     assert found.total == pytest.approx(static(ids).total, **LOSS)
 
 
+@pytest.mark.usefixtures("shared_statistics")
 @pytest.mark.slow
 @pytest.mark.parametrize("decay", [0.0, 0.3])
 def test_without_a_learning_rate_it_is_static_evaluation(model, static, decay):
