@@ -71,7 +71,7 @@ def deviation(texts_BS, p_VV):
 
 @pytest.mark.slow
 def test_words_are_drawn_from_the_mixture_exactly(bigram):
-    texts_BS = texts(bigram, 4)
+    texts_BS = texts(bigram, 8)
     p_VV = np.exp(bigram_oracle(bigram.params))
     assert deviation(texts_BS, p_VV) < 4
     # The test is one that tells distributions apart.
