@@ -57,11 +57,7 @@ def make_config(head="mos", backbone="window", **regularise):
 def make(config, vocab=VOCAB):
     """A model and parameters that numpy draws, so that no program makes them."""
     model = models.make(configs.validate(config), vocab)
-    return model, draw(model)
-
-
-def draw(model):
-    return tiny.draw(jax.eval_shape(model.init, make_key(0)))
+    return model, tiny.draw(jax.eval_shape(model.init, make_key(0)))
 
 
 def make_batch(rows=ROWS, length=LENGTH, seed=0):

@@ -44,12 +44,6 @@ def run(*command, **options):
     )
 
 
-BUILD = """
-import {backend} as backend
-backend.build_wheel(".")
-"""
-
-
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
     source = tmp_path_factory.mktemp("source")
@@ -58,9 +52,9 @@ def wheel(tmp_path_factory):
     for name in ("softbottle", "configs"):
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, source / name, ignore=ignored)
-    settings = tomllib.loads((source / "pyproject.toml").read_text())["build-system"]
+    system = tomllib.loads((source / "pyproject.toml").read_text())["build-system"]
     # What `python -m build` does, in one process instead of three.
-    program = BUILD.format(backend=settings["build-backend"])
+    program = f"import {system['build-backend']} as it; it.build_wheel('.')"
     done = run(sys.executable, "-c", program, cwd=source)
     assert done.returncode == 0, done.stdout + done.stderr
     (path,) = source.glob("*.whl")

@@ -16,7 +16,7 @@ from softbottle.experiments import ending, trial
 from softbottle.training import metrics
 from tests import pictures, tiny
 
-pytestmark = pytest.mark.usefixtures("quick_keys", "shared_evaluators", "shared_steps")
+pytestmark = pytest.mark.usefixtures("quick_keys", "shared_evaluators")
 
 
 def make_config(**fields):
