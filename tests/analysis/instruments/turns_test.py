@@ -38,17 +38,17 @@ def test_the_steps_of_a_long_run_s_series_tell_where_it_turns(turn):
     step_M = np.array(steps, float)
     found = [
         turns.turn(step_M, planted(step_M, turn, 0.03, seed), seed)
-        for seed in range(10)
+        for seed in range(20)
     ]
     near = [abs(at.step - turn) < 0.2 * turn for at in found if at.turned]
-    assert sum(near) == 10
+    assert sum(near) == 20
     # Powers of two alone have three points after it, and tell nothing.
     step_M = 2.0 ** np.arange(18)
     found = [
         turns.turn(step_M, planted(step_M, turn, 0.03, seed), seed)
-        for seed in range(10)
+        for seed in range(20)
     ]
-    assert sum(at.turned and abs(at.step - turn) < 0.2 * turn for at in found) < 2.5
+    assert sum(at.turned and abs(at.step - turn) < 0.2 * turn for at in found) < 5
 
 
 def test_without_noise_the_turn_is_nearly_exact():
