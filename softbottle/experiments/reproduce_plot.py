@@ -72,21 +72,35 @@ def draw(shown: Sequence[Panel]) -> drawing.Figure:
 def curves(plan: Plan, rows: Mapping[Unit, Row]) -> drawing.Figure | None:
     """Validation perplexity along the trainings, one panel for each of their stages.
 
-    None where no training has several validations. The axis ends where the best run
-    was after a tenth, or at the highest end of a run.
+    None where no training has several validations. Those that are not ended are there
+    as far as they came. The axis ends where the best run was after a tenth, or at the
+    highest end of a run.
     """
-    by_stage: dict[str, list[Unit]] = {}
+    by_stage: dict[str, dict[Unit, Row]] = {}
     for unit in plan.units:
-        if len(_perplexities(rows.get(unit, {}))) > 1:
-            by_stage.setdefault(unit.stage, []).append(unit)
+        row = _training(plan, unit, rows.get(unit, {}))
+        if len(_perplexities(row)) > 1:
+            by_stage.setdefault(unit.stage, {})[unit] = row
     if not by_stage:
         return None
     figure = drawing.Figure(figsize=(1.0 + 5.2 * len(by_stage), 4.2))
     places = figure.subplots(1, len(by_stage), squeeze=False)[0]
-    for axes, (stage, units) in zip(places, by_stage.items(), strict=True):
-        _trainings(axes, {unit: rows[unit] for unit in units})
+    for axes, (stage, trainings) in zip(places, by_stage.items(), strict=True):
+        _trainings(axes, trainings)
         axes.set_title(stage)
     return figure
+
+
+def _training(plan, unit, row):
+    """A row; of a training that is begun, what its folder tells so far."""
+    if "begun" not in row:
+        return row
+    recorded = metrics.read(plan.folder(unit))
+    lines = [line for line in recorded if line.get("valid_loss") is not None]
+    row = row | {"validations": [(line["step"], line["valid_loss"]) for line in lines]}
+    if lines:
+        row |= {"steps": lines[-1]["step"], "epochs": lines[-1]["epoch"]}
+    return row
 
 
 def _trainings(axes, rows):
@@ -99,6 +113,7 @@ def _trainings(axes, rows):
         steps, perplexities = zip(*_perplexities(row), strict=True)
         scale = row["epochs"] / row["steps"] if epochs else 1e-3
         name = unit.head if heads.count(unit.head) == 1 else unit.run
+        name += ", not ended" if "begun" in row else ""
         axes.plot(
             [step * scale for step in steps],
             perplexities,

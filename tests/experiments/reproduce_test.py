@@ -396,6 +396,21 @@ def test_trainings_are_drawn_side_by_side(tmp_path, epochs, along, label):
     assert reproduce_plot.curves(plan, {Unit("mos", 1, "train"): row}) is None
 
 
+def test_a_training_that_is_not_ended_is_drawn_as_far_as_it_came(tmp_path):
+    plan = Plan(Grid("ptb", ["mos"], [1]), tmp_path, load)
+    unit = Unit("mos", 1, "finetune")
+    lines = [{"step": 0, "start": {}}, {"step": 90, "loss": 9.0}]
+    for epoch, loss in ((1, 2.0), (2, 1.0)):
+        lines.append({"step": 100 * epoch, "epoch": epoch, "valid_loss": loss})
+    plan.folder(unit).mkdir(parents=True)
+    path = plan.folder(unit) / "metrics.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (axes,) = reproduce_plot.curves(plan, {unit: {"begun": True}}).axes
+    (drawn,) = axes.lines
+    assert drawn.get_label() == f"mos, not ended: {math.e:.2f}"
+    assert drawn.get_xydata().tolist() == [[1, math.exp(2)], [2, math.e]]
+
+
 def test_a_page_has_a_picture_where_there_is_something_to_draw(tmp_path, stubs):
     for heads, lines in ((["mos-5"], 0), (["mos-5", "mos-10", "softmax"], 1)):
         workdir = tmp_path / heads[-1]
