@@ -112,6 +112,8 @@ def _finish(plan, workdir, rows, minutes, as_is, untimed):
     print(reproduce_report.write(plan, workdir, rows, queue, broken))
     if queue:
         print("left: " + ", ".join(map(str, queue)))
+    if cut := [unit for unit in left(plan, rows, True) if _was_cut(plan, rows, unit)]:
+        print("with --as_is, of what was cut short: " + ", ".join(map(str, cut)))
     return rows
 
 
@@ -154,6 +156,13 @@ def _ready(plan, rows, unit, as_is):
     if _best_step(plan, start) is None:
         return False
     return as_is or _ended(rows.get(start))
+
+
+def _was_cut(plan, rows, unit):
+    """Whether a unit measures a training that was cut short and left parameters."""
+    start = plan.start(unit)
+    begun = start is not None and "begun" in rows.get(start, {})
+    return begun and _best_step(plan, start) is not None
 
 
 def _ended(row):

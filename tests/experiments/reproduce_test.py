@@ -200,13 +200,15 @@ def test_a_table_that_was_stopped_ends_with_the_same_numbers(
     rows = reproduce.run(GRID, tmp_path, load)
     train = Unit("mos", 3, "train")
     assert [*rows] == [train] and rows[train]["begun"]
-    printed = capsys.readouterr().out.splitlines()
-    assert printed[-1] == "left: " + ", ".join(f"mos-seed3 {stage}" for stage in STAGES)
+    *_, queue, hint = capsys.readouterr().out.splitlines()
+    assert queue == "left: " + ", ".join(f"mos-seed3 {stage}" for stage in STAGES)
+    assert hint == "with --as_is, of what was cut short: mos-seed3 static"
     page = (tmp_path / "ptb.md").read_text()
     assert page.startswith("# Penn Treebank: partial\n")
     assert "- mos-seed3 train: cut short at step 20, after 1 of 3 epochs, valid" in page
 
     rows = reproduce.run(GRID, tmp_path, load, as_is=True)
+    assert "--as_is" not in capsys.readouterr().out
     static = rows[Unit("mos", 3, "static")]
     assert not static["complete"] and len(rows) == 2
     page = (tmp_path / "ptb.md").read_text()
