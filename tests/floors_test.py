@@ -22,6 +22,7 @@ FLOORS = {
     "softbottle.sharding": 2,
     "softbottle.model": 3,
     "softbottle.modules": 3,
+    "softbottle.variants": 3,
     "softbottle.training": 4,
     "softbottle.analysis": 5,
     "softbottle.bench": 5,

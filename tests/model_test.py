@@ -462,24 +462,6 @@ def test_the_flop_of_a_step_are_those_of_its_products(head, backbone, output, ex
     assert models.step_flop(config, params, 13) == 13 * 3 * 2 * expected
 
 
-def test_the_equal_softmax_is_the_widest_that_has_no_more_parameters():
-    config = make_config("mos")
-    config.model.tied, config.model.context_dim = False, 3
-    config.train.equal_softmax = True
-
-    def size(config):
-        init = models.make(config, VOCAB).init
-        params = jax.eval_shape(init, make_key(0))
-        return models.count_parameters(params, VOCAB)
-
-    rival = models.equal_softmax(config, VOCAB, size(config))
-    width = rival.model.context_dim
-    wider = models.with_head(config, "softmax", width + 1)
-    assert (rival.head.name, rival.head.components) == ("softmax", None)
-    assert not rival.train.equal_softmax
-    assert size(rival) <= size(config) < size(wider)
-
-
 @pytest.mark.slow
 def test_models_of_equal_settings_are_equal_and_traced_once():
     traces = []
@@ -520,22 +502,6 @@ def test_a_head_that_reads_the_state_needs_a_table_of_its_width():
     config.model.last_dim = LAST
     with pytest.raises(ValueError, match="hidden_dim=7 .*context_dim=5.*last_dim"):
         make(config)
-
-
-@pytest.mark.parametrize("name", ["moc", "softmax", "softcap"])
-def test_another_head_has_the_settings_that_both_have(name):
-    config = make_config("plif")
-    variant = models.with_head(config, name, 4)
-    kept = "components" in heads.settings(name)
-    assert variant.head.components == (2 if kept else None)
-    assert variant.head.knots is None and variant.model.context_dim == 4
-    assert variant.model.last_dim == (LAST if kept else 4)
-
-
-@pytest.mark.parametrize("name, setting", [("mos", "components"), ("gss", "center")])
-def test_another_head_that_needs_a_setting_is_refused_without_it(name, setting):
-    with pytest.raises(ValueError, match=f"head.{setting} must be set: {name} has no"):
-        models.with_head(make_config("softmax"), name, 4)
 
 
 def test_a_model_says_how_its_step_is_computed():

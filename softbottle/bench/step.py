@@ -15,6 +15,7 @@ import numpy as np
 
 from softbottle import config as config_lib
 from softbottle import model as model_lib
+from softbottle import variants as variants_lib
 from softbottle.backbones import make as make_backbone
 from softbottle.bench import kernels, timing
 from softbottle.bench import measure as measuring
@@ -115,7 +116,7 @@ def rivals(config: config_lib.Config) -> dict[str, config_lib.Config]:
     "softmax" reads a last layer as wide as the table, as tied models do; "one
     component" keeps the backbone as it is, with the mixture's projection in between.
     """
-    softmax = model_lib.with_head(config, "softmax", config_lib.context_dim(config))
+    softmax = variants_lib.with_head(config, "softmax", config_lib.context_dim(config))
     softmax.regularise.latent = 0.0
     single = config_lib.from_dict(config_lib.to_dict(config))
     single.head.components = 1

@@ -17,7 +17,8 @@ import matplotlib.axes
 import numpy as np
 
 from softbottle import config as config_lib
-from softbottle import drawing, files, heads, model
+from softbottle import drawing, files, heads
+from softbottle import variants as variants_lib
 from softbottle.experiments import ending, frontier_trial, sweep
 from softbottle.experiments import rows as rows_lib
 from softbottle.training import metrics, state
@@ -142,7 +143,7 @@ def _variant(config, name, components, seed):
         raise ValueError(f"the head {name!r} has no components that could be swept.")
     variant = config_lib.from_dict(config_lib.to_dict(config))
     variant.head.components, variant.seed = components, seed
-    variant = model.with_head(variant, name, config_lib.context_dim(config))
+    variant = variants_lib.with_head(variant, name, config_lib.context_dim(config))
     if variant.data.name == "synthetic":
         variant.data.synthetic.seed = seed
     variant.train.equal_softmax = variant.train.same_width_softmax = False

@@ -28,6 +28,7 @@ import optax
 from softbottle import config as config_lib
 from softbottle import files, sections
 from softbottle import model as model_lib
+from softbottle import variants as variants_lib
 from softbottle.data import corpus as corpora
 from softbottle.data.batches import Batch, Stream, evaluation
 from softbottle.experiments import rows as rows_lib
@@ -135,7 +136,7 @@ def variant(config: config_lib.Config, head: Row, tied: bool) -> config_lib.Conf
     Raises:
         ValueError: if the widths of state and table do not go with the head.
     """
-    changed = model_lib.replace_head(config, head)
+    changed = variants_lib.replace_head(config, head)
     changed.model.tied = tied
     changed = config_lib.validate(changed)
     model_lib.make_head(changed)

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from softbottle import config as config_lib
-from softbottle import model as model_lib
+from softbottle import variants as variants_lib
 from softbottle.analysis import curves
 from softbottle.analysis.instruments import rank
 from softbottle.analysis.sources import run as run_source
@@ -82,10 +82,10 @@ def _rivals(ended):
     config, rivals = ended.run.config, {}
     if config.train.same_width_softmax:
         width = config_lib.context_dim(config)
-        rivals["same_width_softmax"] = model_lib.with_head(config, "softmax", width)
+        rivals["same_width_softmax"] = variants_lib.with_head(config, "softmax", width)
     if config.train.equal_softmax:
         vocab, parameters = len(ended.corpus.vocab), ended.summary["parameters"]
-        rivals["equal_softmax"] = model_lib.equal_softmax(config, vocab, parameters)
+        rivals["equal_softmax"] = variants_lib.equal_softmax(config, vocab, parameters)
     for rival in rivals.values():
         rival.train.equal_softmax = rival.train.same_width_softmax = False
     return rivals

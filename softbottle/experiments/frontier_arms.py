@@ -18,6 +18,7 @@ import jax
 from softbottle import config as config_lib
 from softbottle import heads, sections
 from softbottle import model as model_lib
+from softbottle import variants as variants_lib
 
 
 class Arm(NamedTuple):
@@ -237,20 +238,20 @@ class Variants:
         softmax = config
         if arm.match == "width":
             width = max(1, softmax.model.last_dim // 2)
-            return model_lib.with_head(softmax, "softmax", width), 1
+            return variants_lib.with_head(softmax, "softmax", width), 1
         reference = self._with_head(ARMS[REFERENCE].head)
         flop, parameters = self._costs(reference)
         if arm.match == "parameters":
-            return model_lib.equal_softmax(reference, self._vocab, parameters), 1
+            return variants_lib.equal_softmax(reference, self._vocab, parameters), 1
         if arm.match == "passes":
             return softmax, max(1, round(flop / self._costs(softmax)[0]))
         return self._with_trunk(softmax, self._time(reference)), 1
 
     def _with_head(self, settings):
-        config = model_lib.replace_head(self._config, settings)
+        config = variants_lib.replace_head(self._config, settings)
         if not heads.from_config(config.head).projects:
             width = config.model.last_dim
-            config = model_lib.with_head(config, config.head.name, width)
+            config = variants_lib.with_head(config, config.head.name, width)
         model_lib.make_head(config)
         return config
 

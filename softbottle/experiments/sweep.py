@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from softbottle import config as config_lib
-from softbottle import drawing, files, model
+from softbottle import drawing, files
+from softbottle import variants as variants_lib
 from softbottle.data import synthetic
 from softbottle.experiments import rows as rows_lib
 from softbottle.experiments import trial
@@ -150,7 +151,7 @@ def _read(path):
 
 
 def _variant(config, head, width, seed):
-    variant = model.with_head(config, head, width)
+    variant = variants_lib.with_head(config, head, width)
     variant.seed = variant.data.synthetic.seed = seed
     variant.train.equal_softmax = head == "mos"
     variant.train.same_width_softmax = False

@@ -1,7 +1,7 @@
 """What a head says of every token, from which its methods answer.
 
 A mixture that meets the whole vocabulary is `OfMixture`. A head that treats some words
-in another way has predictions of its own (mixtape.py).
+in another way has predictions of its own (pieces.py).
 """
 
 from collections.abc import Callable

@@ -16,62 +16,24 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import Mesh
 
 from softbottle import config as config_lib
 from softbottle import distributed, files, sharding
 from softbottle import model as model_lib
-from softbottle.data import corpus as corpus_lib
-from softbottle.data import lines
-from softbottle.data.batches import Stream
 from softbottle.data.vocab import Corpus
 from softbottle.training import (
     checkpoint,
-    evaluate,
     lock,
     metrics,
     optim,
     profiling,
-    programs,
-    readme,
+    start,
     stopping,
 )
 from softbottle.training import state as state_lib
-from softbottle.training import step as step_lib
 
-# Batches that are looked at for the order in which their widths are wanted.
-_AHEAD = 50
 # How far the loss of parameters that were read back may be from the one before.
 _SAME_LOSS = 0.005
-
-
-@dataclasses.dataclass
-class History:
-    """What the loop itself remembers; saved with every checkpoint."""
-
-    losses: list[float] = dataclasses.field(default_factory=list)  # validation
-    best: float = math.inf
-    evaluated: int = -1  # the step of the last validation
-    seconds: float = 0.0
-    window: tuple[float, float, int] = (0.0, 0.0, 0)  # metrics not yet reported
-    stopped: bool = False
-
-
-class Trainer(NamedTuple):
-    """The parts of a run that do not change."""
-
-    config: config_lib.Config
-    workdir: pathlib.Path
-    lock: lock.Lock | None
-    mesh: Mesh | None
-    corpus: Corpus
-    model: model_lib.Model
-    step: jax.stages.Wrapped
-    evaluate: Callable[..., evaluate.Evaluation]
-    stream: Stream | lines.Lines
-    latest: checkpoint.Checkpoints
-    best: checkpoint.Checkpoints
-    series: checkpoint.Checkpoints | None
 
 
 class Ended(NamedTuple):
@@ -131,11 +93,11 @@ def _train(config, workdir, at_end):
     # In a job its first process holds the folder for all of them.
     leads = jax.process_index() == 0
     with lock.Lock(workdir) if leads else contextlib.nullcontext() as held:
-        trainer = _prepare(config, workdir, held)
+        trainer = start.prepare(config, workdir, held)
         try:
-            with _programs(trainer) as begin:
-                state, history = _start(trainer)
-                state, history, finished = _loop(trainer, begin, state, history)
+            with start.compile_steps(trainer) as program:
+                state, history = start.resume(trainer)
+                state, history, finished = _loop(trainer, program, state, history)
         except BaseException as error:
             # Closing the checkpoints would wait for processes that are dead or at work.
             if jax.process_count() > 1:
@@ -150,127 +112,7 @@ def _train(config, workdir, at_end):
         return _finish(trainer, int(state.step), history, at_end)
 
 
-def _prepare(config, workdir, held):
-    mesh = sharding.make_mesh(config.mesh)
-    data, train = config.data, config.train
-    sharding.check_rows(mesh, data.rows, config.optim.accumulate)
-    corpus = corpus_lib.load(data)
-    model = model_lib.make(config, len(corpus.vocab), mesh)
-    tx = optim.make(config.optim)
-    step_lib.check_memory(config, model, tx, mesh)
-    # Last, so that a start that is refused leaves nothing for the next to agree with.
-    if jax.process_index() == 0:
-        text = corpus_lib.digest(corpus)
-        state_lib.write_run(workdir, config, corpus.vocab, text)
-        readme.write(workdir, workdir)
-    distributed.barrier("the run is written")
-    share = {
-        "process_index": jax.process_index(),
-        "process_count": jax.process_count(),
-    }
-    cached = config.cache.objective != "plain"
-    cut = lines.cut(data, corpus.vocab)
-    return Trainer(
-        config,
-        workdir,
-        held,
-        mesh,
-        corpus,
-        model,
-        step_lib.make_step(config, model, tx, mesh),
-        evaluate.make_evaluator(model, cached=cached, cut=cut, mesh=mesh),
-        lines.stream(data, corpus.vocab, corpus.train, config.seed, **share),
-        checkpoint.Checkpoints(workdir / "checkpoints", train.keep),
-        checkpoint.Checkpoints(workdir / "best", 1, required=False),
-        checkpoint.Checkpoints(workdir / "series", None, required=False)
-        if train.series
-        else None,
-    )
-
-
-def _start(trainer):
-    """The newest checkpoint's state and history, or those of a new run."""
-    config, mesh = trainer.config, trainer.mesh
-    tx = optim.make(config.optim)
-    if trainer.latest.latest() is None:
-        state, history = _first_state(trainer, tx), History()
-    else:
-        like = step_lib.abstract_state(config, trainer.model, tx, mesh)
-        state, host = trainer.latest.restore(like)
-        trainer.stream.seek(host["position"])
-        history = History(**host["history"])
-    # Checkpoints after the step that the run resumes from will be written again.
-    for checkpoints in (trainer.best, trainer.series):
-        if checkpoints is not None:
-            checkpoints.forget_after(int(state.step))
-    if (best := _best_loss(trainer)) != history.best:
-        # Damaged and put aside: an earlier one is the best so far, or none is.
-        history.best, history.evaluated = best, -1
-    if mesh is None:
-        state = sharding.committed(state)
-    return state, history
-
-
-def _first_state(trainer, tx):
-    """The state of a new run, with the parameters of another if it names one."""
-    config, mesh, model = trainer.config, trainer.mesh, trainer.model
-    bias_V = step_lib.bias_start(config.model, model.vocab, trainer.corpus.train)
-    state = step_lib.init_state(config, model, tx, mesh, bias_V)
-    if not config.train.init_from:
-        return state
-    start = state_lib.load_run(config.train.init_from, mesh=mesh)
-    state_lib.check_same_model(start, config, trainer.corpus.vocab)
-    placed = jax.tree.map(lambda leaf: leaf.sharding, state.opt_state)
-    init = jax.jit(tx.init, out_shardings=placed)
-    return state.replace(params=start.params, opt_state=init(start.params))
-
-
-def _best_loss(trainer):
-    """The validation loss of the parameters that are kept as the best."""
-    step = trainer.best.latest()
-    if step is None:
-        return math.inf
-    host = checkpoint.read_host(trainer.workdir / "best", step)
-    return host.get("valid_loss", math.inf)
-
-
-@contextlib.contextmanager
-def _programs(trainer):
-    """The step for every width of a batch, compiled or of an earlier process.
-
-    That of a new run's first batch is begun at once, from shapes: it is lowered while
-    the program that makes the first state is compiled.
-    """
-    config, model, stream = trainer.config, trainer.model, trainer.stream
-    if trainer.mesh is not None:
-        yield None
-        return
-    kept = None
-    if (folder := programs.folder()) is not None:
-
-        def kept(arguments):
-            return folder / programs.name(config, model.vocab, arguments)
-
-    like = step_lib.abstract_state(config, model, optim.make(config.optim), None)
-    batch, widths = _ahead(stream)
-    with step_lib.compiling(
-        trainer.step, sharding.on_first_device(like), batch, widths, kept
-    ) as begin:
-        if trainer.latest.latest() is None:
-            begin(widths[0])
-        yield begin
-
-
-def _ahead(stream):
-    """The next batch, and the widths of batches in the order of their first use."""
-    position = stream.position
-    batches = [stream.next() for _ in range(_AHEAD if len(stream.widths) > 1 else 1)]
-    stream.seek(position)
-    used = dict.fromkeys(batch.ids_BS.shape[1] for batch in batches)
-    return batches[0], tuple(used | dict.fromkeys(stream.widths))
-
-
-def _loop(trainer, begin, state, history):
+def _loop(trainer, program, state, history):
     """Step until the run's bound, a stop rule or a signal to stop."""
     train, stream = trainer.config.train, trainer.stream
     step, rows = int(state.step), trainer.config.data.rows
@@ -293,7 +135,7 @@ def _loop(trainer, begin, state, history):
             batch = sharding.to_mesh(trainer.mesh, stream.next(), rows)
             take = trainer.step
             if trainer.mesh is None:
-                take = begin(batch.ids_BS.shape[1]).result()
+                take = program(batch.ids_BS.shape[1]).result()
             state, measured = take(state, batch, stream.starts_epoch)
             # Sent for together, and on their way while the next step runs.
             for value in measured.values():
@@ -336,7 +178,7 @@ def _loop(trainer, begin, state, history):
 def _report(trainer, step, history):
     config, choices = trainer.config, trainer.model.choices()
     device = trainer.model.device.kind
-    start = {
+    header = {
         "config": config_lib.to_dict(config),
         "versions": {"python": platform.python_version(), "jax": jax.__version__},
         "device": device,
@@ -351,7 +193,7 @@ def _report(trainer, step, history):
         # One that was saved before the last validation has it done once more.
         ended = not _continues(config.train, step, trainer.stream.epoch, history)
         validates = ended and history.evaluated != step
-        writer = metrics.Writer(trainer.workdir, step, start, logged, validates)
+        writer = metrics.Writer(trainer.workdir, step, header, logged, validates)
         progress = metrics.Progress(total, step, config.head.name)
     report = metrics.Report(
         writer,
@@ -360,7 +202,7 @@ def _report(trainer, step, history):
         history.seconds,
         history.window,
     )
-    report.say(f"{start['devices']} x {device}: {choices}")
+    report.say(f"{header['devices']} x {device}: {choices}")
     return report
 
 

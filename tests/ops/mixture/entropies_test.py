@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from softbottle.ops.mixture import api, pallas_gpu
+from softbottle.ops.mixture import api, hopper_kernel
 from softbottle.ops.mixture.activations import SIGSOFTMAX, SOFTMAX
 from softbottle.ops.mixture.arrays import Vocabulary
 from softbottle.ops.mixture.options import Options
@@ -143,7 +143,7 @@ def test_the_hopper_kernel_in_the_interpreter(words, mixed_dtypes):
     inputs[2] = jnp.asarray(point[2], jnp.float32)
     rounded = [np.asarray(array, np.float64) for array in (*inputs, bars)]
     options = Options(implementation="pallas_gpu")
-    with pallas_gpu.interpreted():
+    with hopper_kernel.interpreted():
         ours = jax.jit(functools.partial(run, options, SOFTMAX))(
             *inputs, bars.astype(jnp.float32)
         )
@@ -172,7 +172,7 @@ def test_rows_that_ask_for_nothing_add_nothing_beside_large_biases(asks, mixed_d
         each, pull = jax.vjp(found, context_TKE, table_VE, bias_V)
         return pull(tuple(jnp.asarray(bars[: len(each)], jnp.float32)))
 
-    with pallas_gpu.interpreted():
+    with hopper_kernel.interpreted():
         ours = gradient(*inputs, jnp.asarray(bias_V, jnp.float32))
     assert all(np.all(np.isfinite(np.asarray(bar, np.float32))) for bar in ours)
     assert not np.any(np.asarray(ours[0], np.float32)[4:])

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import softbottle
-from softbottle.ops.mixture import api, pallas_gpu
+from softbottle.ops.mixture import api, hopper_kernel, pallas_gpu
 from softbottle.ops.mixture.activations import SIGSOFTMAX, SOFTMAX
 from softbottle.ops.mixture.arrays import Vocabulary
 from softbottle.ops.mixture.options import Options
@@ -68,7 +68,7 @@ def run(problem, activation, **options):
         tokens = (problem.labels_T, problem.weights_T)
         return api.loss(*paired(*inputs, *tokens), activation, chosen)
 
-    with pallas_gpu.interpreted():
+    with hopper_kernel.interpreted():
         return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3)))(*problem[:4])
 
 
@@ -120,13 +120,13 @@ def test_rows_far_above_their_labels_are_done_again(name, budget, again, monkeyp
     Where scores are bounded, none is too far.
     """
     activation, formula = ACTIVATIONS.get(name) or capped(name)
-    called, call = [], pallas_gpu._call
+    called, call = [], hopper_kernel.call
 
     def counted(activation, options, inputs, *others, **named):
         called.append(inputs.which is not None)
         return call(activation, options, inputs, *others, **named)
 
-    monkeypatch.setattr(pallas_gpu, "_call", counted)
+    monkeypatch.setattr(hopper_kernel, "call", counted)
     sizes = {"tokens": 100, "components": 2, "width": 16, "vocab": 600}
     problem = make_problem(**sizes)
     problem.table_VE[7] *= 60
@@ -149,7 +149,7 @@ def with_argmax(problem, activation, options):
         return api.loss_and_argmax(*paired(*inputs, *tokens), activation, options)
 
     function = jax.value_and_grad(loss, argnums=(0, 1, 2, 3), has_aux=True)
-    with pallas_gpu.interpreted():
+    with hopper_kernel.interpreted():
         (loss, argmax_T), bars = jax.jit(function)(*problem[:4])
     return (loss, bars), argmax_T
 
@@ -198,7 +198,7 @@ def test_divergences_read_the_logits_of_the_kernel():
         return z_TV - np.log(np.sum(np.exp(z_TV), axis=1, keepdims=True))
 
     inputs = (table_VE, bias_V, hidden_TD)
-    with pallas_gpu.interpreted():
+    with hopper_kernel.interpreted():
         total, bars = jax.jit(jax.value_and_grad(divergence, (0, 1, 2)))(*inputs)
     exact = [np.asarray(each, np.float64) for each in inputs]
     log_p_TV = log_probs(np.asarray(other_VE, np.float64), 0.0, exact[2])
@@ -235,7 +235,7 @@ def test_smoothing_of_a_mixture_reads_the_logits_of_the_kernel():
         inputs = (params, ours.table_VE, ours.bias_V)
         return jax.jit(function, static_argnums=0)(implementation, *inputs)
 
-    with pallas_gpu.interpreted():
+    with hopper_kernel.interpreted():
         total, bars = value_and_grad("pallas_gpu")
     exact_total, exact_bars = value_and_grad("blocked")
     np.testing.assert_allclose(total, exact_total, rtol=1e-5)
@@ -261,7 +261,7 @@ def test_normalisers_and_their_gradient(name):
         return jax.jit(function, static_argnums=0)(implementation, *ours[1:4])
 
     ours = ours._replace(labels_T=ours.labels_T % 275)
-    with pallas_gpu.interpreted():
+    with hopper_kernel.interpreted():
         (_, nll_T), bars = value_and_grad("pallas_gpu")
     (_, dense_T), dense_bars = value_and_grad("reference")
     np.testing.assert_allclose(nll_T, dense_T, rtol=2e-6, atol=2e-5)
@@ -279,7 +279,7 @@ def test_a_batch_of_problems_under_vmap():
         options = Options(implementation="pallas_gpu")
         return api.loss(*paired(*inputs), options=options)
 
-    with pallas_gpu.interpreted():
+    with hopper_kernel.interpreted():
         batched = jax.vmap(jax.value_and_grad(loss, argnums=(0, 1, 2, 3)))
         losses, bars = jax.jit(batched)(*stacked)
     for index, problem in enumerate(exact):
@@ -312,7 +312,7 @@ def test_what_the_kernel_does_not_take_goes_by_xla():
         context_TKE=ours.context_TKE.astype(jnp.float32),
         table_VE=ours.table_VE.astype(jnp.float32),
     )
-    with pallas_gpu.interpreted():
+    with hopper_kernel.interpreted():
         loss = api.loss(*paired(*wide), options=Options(implementation="pallas_gpu"))
     plain = Options(implementation="blocked")
     assert loss == api.loss(*paired(*wide), options=plain)
@@ -405,13 +405,15 @@ def test_every_row_is_right_when_blocks_do_several_tiles(hopper, width):
 
 @pytest.mark.parametrize("tiles", [[], [0], [1, 3], [0, 1, 4], [0, 1, 2, 3, 4]])
 def test_tiles_with_a_row_too_far_are_counted_and_named(tiles):
-    total_R = np.ones(5 * pallas_gpu.BLOCK_ROWS, np.float32)
+    total_R = np.ones(5 * hopper_kernel.BLOCK_ROWS, np.float32)
     for row, tile in enumerate(tiles):
-        total_R[tile * pallas_gpu.BLOCK_ROWS + row] = (np.inf, np.nan)[row % 2]
+        total_R[tile * hopper_kernel.BLOCK_ROWS + row] = (np.inf, np.nan)[row % 2]
     far_R, which = jax.jit(pallas_gpu._far_tiles)(total_R)
     assert which.count_I[-1] == len(tiles)
     assert which.tile_I[: len(tiles)].tolist() == tiles
-    assert np.unique(np.flatnonzero(far_R) // pallas_gpu.BLOCK_ROWS).tolist() == tiles
+    assert (
+        np.unique(np.flatnonzero(far_R) // hopper_kernel.BLOCK_ROWS).tolist() == tiles
+    )
 
 
 @pytest.mark.gpu

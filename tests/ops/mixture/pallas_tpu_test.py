@@ -221,12 +221,14 @@ def test_a_table_split_over_devices_gives_loss_and_gradient(interpreted):
     data, model = P("data"), P("model")
     specs = (P(), data, data, model, model, data, data)
     split = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P())
-    whole = functools.partial(loss, blocked, None)
-    inputs = oracle.cast(((-1.5, 2.5), *problem), jnp.float32)
-    ours, theirs = (
-        jax.jit(jax.value_and_grad(total, argnums=(0, 1, 2, 3, 4)))(*inputs)
-        for total in (split, whole)
-    )
+    def value_and_gradient(total, dtype):
+        inputs = oracle.cast(((-1.5, 2.5), *problem), dtype)
+        return jax.jit(jax.value_and_grad(total, argnums=(0, 1, 2, 3, 4)))(*inputs)
+
+    ours = value_and_gradient(split, jnp.float32)
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        whole = functools.partial(loss, blocked, None)
+        theirs = value_and_gradient(whole, jnp.float64)
     oracle.assert_close(ours, theirs, "float32")
 
 

@@ -16,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 from softbottle.ops.mixture import (
     api,
     exponential,
-    pallas_gpu,
+    hopper_kernel,
     products,
     table_sums,
 )
@@ -111,7 +111,7 @@ def compare_gradients(result, exact, limits):
 
 INTERPRETERS = {
     "blocked": contextlib.nullcontext,
-    "pallas_gpu": pallas_gpu.interpreted,
+    "pallas_gpu": hopper_kernel.interpreted,
     "pallas_tpu": pltpu.force_tpu_interpret_mode,
 }
 
