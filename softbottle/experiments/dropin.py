@@ -33,6 +33,7 @@ from softbottle.data import corpus as corpora
 from softbottle.data.batches import Batch, Stream, evaluation
 from softbottle.experiments import rows as rows_lib
 from softbottle.experiments.frontier_arms import fingerprint
+from softbottle.training import lock
 from softbottle.training import step as step_lib
 
 Row = rows_lib.Row
@@ -90,8 +91,8 @@ def run(
 
     Raises:
         ValueError: if there is no such rival, the config has settings that are not
-            followed here or widths that no softmax has, or `workdir` has rows of other
-            settings or lines that are no rows.
+            followed here or widths that no softmax has, `workdir` has rows of other
+            settings or lines that are no rows, or another process is at work there.
     """
     for name in rivals:
         if name not in RIVALS:
@@ -106,8 +107,13 @@ def run(
     told = corpora.digest(corpus) | {"begins": f"at one of {PLACES} places"}
     mark = fingerprint(variant(config, {"name": SOFTMAX}, True), told)
     workdir = pathlib.Path(workdir)
-    workdir.mkdir(parents=True, exist_ok=True)
     path = workdir / "dropin.jsonl"
+    with lock.Lock(workdir):
+        return _finish(path, variants, corpus, mark, seeds)
+
+
+def _finish(path, variants, corpus, mark, seeds):
+    """Train what has no row yet, and write the table of all rows."""
     rows = rows_lib.read(path, lambda row: (_identity(row), row["fingerprint"]))
     if any(row["fingerprint"] != mark for row in rows):
         raise ValueError(f"{path} has rows of other settings or of another text.")
@@ -115,7 +121,7 @@ def run(
     for (tied, name), settings in variants.items():
         trainer = None
         for deviation, rate, seed in itertools.product(DEVIATIONS, RATES, range(seeds)):
-            point = Point(config.model.backbone, tied, deviation, rate)
+            point = Point(settings.model.backbone, tied, deviation, rate)
             row = {"head": name, "seed": seed, **point._asdict(), "fingerprint": mark}
             if _identity(row) in done:
                 continue
@@ -125,7 +131,7 @@ def run(
             rows_lib.write(path, rows)
             print(json.dumps(rows[-1]), flush=True)
     text = report(rows)
-    files.replace(workdir / "dropin.md", text + "\n")
+    files.replace(path.with_suffix(".md"), text + "\n")
     print(text)
     return rows
 
@@ -156,12 +162,20 @@ def noise(rows: Sequence[Row], head: str, rate: float) -> float:
 def report(rows: Sequence[Row]) -> str:
     """A table for every backbone and table: mean losses over seeds, and verdicts."""
     names = list(dict.fromkeys(row["head"] for row in rows if row["head"] != SOFTMAX))
+    # Every head has the same seeds; an earlier call may have had more of some.
+    shared = set.intersection(
+        *(
+            {row["seed"] for row in rows if row["head"] == name}
+            for name in (SOFTMAX, *names)
+        )
+    )
+    rows = [row for row in rows if row["seed"] in shared]
     by_head = {
         name: {point: float(np.mean(x)) for point, x in _by_point(rows, name).items()}
         for name in (SOFTMAX, *names)
     }
     rates = sorted({point.rate for point in by_head[SOFTMAX]})
-    seeds = len({row["seed"] for row in rows})
+    seeds = len(shared)
     noises = {
         name: {rate: noise(rows, name, rate) for rate in rates} for name in by_head
     }
@@ -173,7 +187,7 @@ def report(rows: Sequence[Row]) -> str:
     verdicts = []
     for name in names:
         differences = {
-            point: loss - by_head[SOFTMAX][point]
+            point: _behind(loss, by_head[SOFTMAX][point])
             for point, loss in by_head[name].items()
             if point in by_head[SOFTMAX]
         }
@@ -183,7 +197,7 @@ def report(rows: Sequence[Row]) -> str:
         }
         # A loss that is not a number is as bad as can be.
         worse = sum(
-            not difference <= margins[point.rate]
+            difference > 0 and not difference <= margins[point.rate]
             for point, difference in differences.items()
         )
         dead = sum(row.get("dead", 0) > 0 for row in rows if row["head"] == name)
@@ -206,6 +220,12 @@ def report(rows: Sequence[Row]) -> str:
             lines.append([str(point.deviation), str(point.rate), *means])
         text.append(rows_lib.table(["std", "rate", *by_head], lines))
     return "\n".join(text)
+
+
+def _behind(loss, softmax):
+    """How much a loss is above the softmax's; one that is no number is infinite."""
+    loss, softmax = (x if math.isfinite(x) else math.inf for x in (loss, softmax))
+    return 0.0 if loss == softmax else loss - softmax
 
 
 def _check_followed(config):

@@ -55,7 +55,7 @@ from softbottle.experiments import (
 )
 from softbottle.experiments import rows as rows_lib
 from softbottle.experiments.frontier_arms import ARMS, Key, Setting, Variant, Variants
-from softbottle.training import metrics
+from softbottle.training import lock, metrics
 
 Row = dict[str, Any]
 _ROWS = "frontier.jsonl"
@@ -111,7 +111,13 @@ def read(workdir: pathlib.Path | str) -> list[Row]:
     Raises:
         ValueError: if a line is not a row.
     """
-    return rows_lib.read(pathlib.Path(workdir) / _ROWS, _key)
+
+    def mark(row):
+        return _key(row), row["fingerprint"]
+
+    rows = rows_lib.read(pathlib.Path(workdir) / _ROWS, mark)
+    # Files that were joined may both have a run: it is one seed.
+    return list({mark(row): row for row in rows}.values())
 
 
 def run(
@@ -139,7 +145,9 @@ def run(
 
     Raises:
         ValueError: before anything is trained, for an arm that there is not or that
-            cannot be made, and for rows of other settings or of another text.
+            cannot be made, for rows of other settings or of another text, and where
+            another process is at work in the same workdir; later, for a run that is
+            refused, as one that was begun with other settings is.
     """
     workdir, rows = pathlib.Path(workdir), read(workdir)
     frontier_arms.check_names(grid.arms)
@@ -153,11 +161,8 @@ def run(
     vocab, text = len(corpus.vocab), corpus_lib.digest(corpus)
     stream = lines.stream(config.data, corpus.vocab, corpus.train, config.seed)
     variants = Variants(config, vocab, stream.steps_per_epoch, text)
-    known = {_key(row): row for row in rows}
     for key in plan(grid, rows):
-        mark = variants.make(*key).fingerprint
-        rows_lib.check(workdir / _ROWS, key, known.get(key), mark)
-    workdir.mkdir(parents=True, exist_ok=True)
+        variants.make(*key)
     broken: dict[Key, str] = {}
 
     def choose(left):
@@ -176,6 +181,8 @@ def run(
         outcome = frontier_trial.outcome(folder)
         if outcome is None:
             return status
+        if "refused" in outcome:
+            raise ValueError(f"{key}: {outcome['refused']}")
         spent = round(time.monotonic() - began, 3)
         if untimed and "failed" not in outcome:
             outcome |= {"seconds": None, "step_ms": None}
@@ -186,9 +193,25 @@ def run(
             shutil.rmtree(folder)
         return None
 
-    processes.one_by_one(minutes, broken, choose, do)
-    report(workdir, grid, broken)
+    with lock.Lock(workdir):
+        # Another process may have written since.
+        rows = read(workdir)
+        _check(workdir, rows, variants)
+        processes.one_by_one(minutes, broken, choose, do)
+        report(workdir, grid, broken)
     return rows
+
+
+def _check(workdir, rows, variants):
+    """Raise ValueError for a row of other settings, whether it was asked for or not.
+
+    All rows of a workdir are compared in one table.
+    """
+    for row in rows:
+        if row["arm"] in ARMS:
+            key = _key(row)
+            mark = variants.make(*key).fingerprint
+            rows_lib.check(workdir / _ROWS, key, row, mark)
 
 
 def report(

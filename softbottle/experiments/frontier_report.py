@@ -60,7 +60,7 @@ def setting(row: Row) -> Setting:
 def best_setting(rows: Sequence[Row], arm: str) -> Setting | None:
     """The setting of an arm with the lowest validation loss; None without runs.
 
-    They are compared on the seeds that all of them have, if there are any.
+    Those with the seed that most settings have are compared, on all seeds they share.
     """
     losses: dict[Setting, dict[int, float]] = {}
     for row in rows:
@@ -69,11 +69,14 @@ def best_setting(rows: Sequence[Row], arm: str) -> Setting | None:
             by_seed[row["seed"]] = row["valid_loss"]
     if not losses:
         return None
+    seeds = [seed for by_seed in losses.values() for seed in by_seed]
+    usual = max(sorted(set(seeds)), key=seeds.count)
+    losses = {tried: by_seed for tried, by_seed in losses.items() if usual in by_seed}
     shared = set.intersection(*(set(by_seed) for by_seed in losses.values()))
 
     def loss(tried):
         by_seed = losses[tried]
-        return statistics.fmean(by_seed[seed] for seed in shared or by_seed)
+        return statistics.fmean(by_seed[seed] for seed in shared)
 
     return min(losses, key=loss)
 
@@ -210,10 +213,14 @@ def recommendations(found: Sequence[Point]) -> str:
         ratios = {
             point: point.mean("seconds") / softmax.mean("seconds") for point in found
         }
-        within = [point for point in found if ratios[point] <= budget]
+        # An arm without a time is within no budget but any.
+        within = [
+            point for point in found if ratios[point] <= budget or math.isinf(budget)
+        ]
         best = min(within, key=lambda point: point.mean("valid_loss"))
         limit = "any" if math.isinf(budget) else f"{budget:g}"
-        cells = [limit, best.arm, f"{ratios[best]:.2f}", f"{best.perplexity:.2f}"]
+        ratio = "" if math.isnan(ratios[best]) else f"{ratios[best]:.2f}"
+        cells = [limit, best.arm, ratio, f"{best.perplexity:.2f}"]
         lines.append(cells)
     return rows_lib.table(titles, lines)
 

@@ -49,13 +49,18 @@ def supervise(
 def train(values: dict[str, Any], folder: pathlib.Path, vocab: int) -> None:
     """Train a model, or resume training it, and leave what `outcome` reads.
 
-    A loss that is not finite and a lack of memory are outcomes: {"failed": reason}. A
-    run that was asked to stop leaves nothing but its checkpoint.
+    A loss that is not finite and a lack of memory are outcomes: {"failed": reason};
+    so is a refusal, {"refused": why}. A run that was asked to stop leaves nothing but
+    its checkpoint.
     """
     # The loop has a handler of its own, which saves; the rest takes seconds.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     folder.mkdir(parents=True, exist_ok=True)
-    outcome = _outcome(config_lib.validate(config_lib.from_dict(values)), folder, vocab)
+    config = config_lib.validate(config_lib.from_dict(values))
+    try:
+        outcome = _outcome(config, folder, vocab)
+    except ValueError as error:
+        outcome = {"refused": str(error)}
     if outcome:
         files.replace(folder / _OUTCOME, json.dumps(outcome))
 

@@ -401,7 +401,7 @@ class Head(abc.ABC):
         checks.measures(names)
         terms = _terms(label_smoothing, z_loss, temperature)
         if ignore_label is not None:
-            kept_T = (labels_T != ignore_label).astype(jnp.int32)
+            kept_T = _kept(labels_T, ignore_label, jnp.int32)
             hidden_TD, labels_T = without_padding(kept_T, (hidden_TD, labels_T))
         output = (params, table_VE, bias_V)
         predictions = self.predict(output, hidden_TD, latent_mask, options)
@@ -665,7 +665,7 @@ class Head(abc.ABC):
                 f"tokens of hidden_TD {hidden_TD.shape}, got {weights_T.shape}."
             )
         if ignore_label is not None:
-            weights_T = weights_T * (labels_T != ignore_label).astype(weights_T.dtype)
+            weights_T = weights_T * _kept(labels_T, ignore_label, weights_T.dtype)
         # A padding token's state may be anything; masked here, it cannot reach the
         # head's own parameters either.
         hidden_TD, weights_T = without_padding(weights_T, (hidden_TD, weights_T))
@@ -715,6 +715,14 @@ class Head(abc.ABC):
         return self.predictions(
             params, Vocabulary.of(table_VE, bias_V), states, options
         )
+
+
+def _kept(labels_T, ignore_label, dtype):
+    """1 where a label counts, else 0."""
+    if labels_T.dtype.itemsize < 4:
+        # Beside uint8, jax would make the word 156 of -100.
+        labels_T = labels_T.astype(jnp.int32)
+    return (labels_T != ignore_label).astype(dtype)
 
 
 def _terms(*values):

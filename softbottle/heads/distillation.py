@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from softbottle.heads import checks, objective
 from softbottle.heads.base import Head, Params
 from softbottle.ops.mixture import reductions, shards, word_scores
+from softbottle.ops.mixture.activations import DEAD
 from softbottle.ops.mixture.arrays import without_padding
 from softbottle.ops.mixture.likelihood import word_ids
 from softbottle.ops.mixture.options import DEFAULTS, Options, check_range
@@ -151,6 +152,8 @@ def _from_some(temperature, options, log_q_CV, by_token):
     """The divergence of Q from a P of some words, [C]."""
     log_p_CM, words_CM = by_token
     log_p_CM = jax.nn.log_softmax(log_p_CM.astype(log_q_CV.dtype) / temperature)
+    # A word that the teacher gives no probability adds 0, not 0 times infinity.
+    log_p_CM = jnp.maximum(log_p_CM, DEAD)
     log_q_CV = reductions.tempered(log_q_CV, temperature, options)
     log_q_CM = reductions.of_words(log_q_CV, word_ids(words_TM=words_CM), options)
     return jnp.sum(jnp.exp(log_p_CM) * (log_p_CM - log_q_CM), axis=1)

@@ -78,22 +78,41 @@ def test_the_bias_starts_where_the_config_says(tmp_path, monkeypatch):
     assert losses["frequency"] == pytest.approx(entropy, abs=0.01)
 
 
-def test_a_mixture_is_judged_by_its_mean_and_the_noise_of_its_learning_rate():
-    def rows(head, rate, losses):
-        point = dropin.Point("awd_lstm", True, 0.1, rate)._asdict()
-        return [
-            {"head": head, "seed": seed, "loss": loss, **point}
-            for seed, loss in enumerate(losses)
-        ]
+def made_up(head, rate, losses):
+    point = dropin.Point("awd_lstm", True, 0.1, rate)._asdict()
+    return [
+        {"head": head, "seed": seed, "loss": loss, **point}
+        for seed, loss in enumerate(losses)
+    ]
 
-    quiet = rows("softmax", 1e-3, [5.0, 5.02]) + rows("mos", 1e-3, [5.05, 5.05])
-    noisy = rows("softmax", 1e-2, [5.0, 5.1]) + rows("mos", 1e-2, [4.9, 5.3])
+
+def test_a_mixture_is_judged_by_its_mean_and_the_noise_of_its_learning_rate():
+    quiet = made_up("softmax", 1e-3, [5.0, 5.02]) + made_up("mos", 1e-3, [5.05, 5.05])
+    noisy = made_up("softmax", 1e-2, [5.0, 5.1]) + made_up("mos", 1e-2, [4.9, 5.3])
     assert dropin.noise(quiet + noisy, "softmax", 1e-3) == pytest.approx(0.02 / 2**0.5)
     text = dropin.report(quiet + noisy)
     assert "- mos: 0.0000 at 0.001, 0.2828 at 0.01" in text
     # 0.04 above, against twice 0.010; and 0.05, against twice 0.21.
     assert "| mos | 2 | 1 | +0.050 | +0.045 | 0 |" in text
     assert "| 0.1 | 0.01 | 5.050 | 5.100 |" in text
+
+
+@pytest.mark.parametrize(
+    ("softmax", "mixture", "worse"),
+    [(np.nan, 4.9, 0), (4.9, np.nan, 1), (np.nan, np.nan, 0)],
+)
+def test_who_loses_the_loss_is_worse(softmax, mixture, worse):
+    rows = made_up("softmax", 1e-3, [5.0, 5.0]) + made_up("mos", 1e-3, [4.9, 4.9])
+    rows += made_up("softmax", 1e-2, 2 * [softmax]) + made_up(
+        "mos", 1e-2, 2 * [mixture]
+    )
+    assert f"| mos | 2 | {worse} |" in dropin.report(rows)
+
+
+def test_heads_are_compared_on_the_seeds_that_all_of_them_have():
+    rows = made_up("softmax", 1e-3, [5.0, 5.0, 4.0]) + made_up("mos", 1e-3, [5.1, 5.1])
+    text = dropin.report(rows)
+    assert "over 2 seeds" in text and "| mos | 1 | 1 | +0.100 |" in text
 
 
 def test_a_rival_that_does_not_exist_is_refused_with_those_that_do(tmp_path):

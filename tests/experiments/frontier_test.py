@@ -24,7 +24,7 @@ from softbottle.experiments import (
     processes,
 )
 from softbottle.experiments.frontier_arms import ARMS, Arm, Key, Variants
-from softbottle.training import evaluate, loop, metrics, state
+from softbottle.training import evaluate, lock, loop, metrics, state
 from tests import commands, tiny
 
 pytestmark = pytest.mark.usefixtures("quick_keys", "shared_evaluators")
@@ -185,6 +185,45 @@ def test_rows_of_other_settings_are_refused(compared, tmp_path, monkeypatch, und
     # Where the text lies and how often a run reports are no other run.
     same = make_config(train__log_every=3, data__cache="elsewhere")
     frontier.run(same, tmp_path, grid)
+
+
+def test_rows_that_are_not_asked_for_are_of_the_same_settings_as_well(
+    compared, tmp_path, started
+):
+    shutil.copy(compared[0] / "frontier.jsonl", tmp_path)
+    grid = frontier.Grid(["softcap"], [0.02])
+    with pytest.raises(ValueError, match="softmax-0.01-0 of other settings"):
+        frontier.run(make_config(data__synthetic__seed=3), tmp_path, grid)
+    assert not started
+
+
+def test_a_run_in_both_of_two_joined_files_is_one_seed(tmp_path):
+    rows = [make_row("softmax", seed=seed) for seed in (0, 1, 0)]
+    rows.append(make_row("softmax", fingerprint="of another text"))
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "frontier.jsonl").write_text(text)
+    found = [(row["seed"], row["fingerprint"]) for row in frontier.read(tmp_path)]
+    assert found == [(0, "x"), (1, "x"), (0, "of another text")]
+
+
+def test_one_process_is_at_work_in_a_workdir(tmp_path, started):
+    grid = frontier.Grid(["softmax"], [0.01])
+    with lock.Lock(tmp_path), pytest.raises(lock.LockedError, match="in use"):
+        frontier.run(make_config(), tmp_path, grid)
+    frontier.run(make_config(), tmp_path, grid)
+    assert started == ["softmax-0.01-0"]
+
+
+def test_a_refused_run_ends_the_program_with_the_reason(tmp_path, monkeypatch):
+    def refuse(*arguments):
+        raise ValueError("was started with other settings")
+
+    monkeypatch.setattr(frontier_trial, "supervise", in_this_process)
+    monkeypatch.setattr(frontier_trial, "_outcome", refuse)
+    grid = frontier.Grid(["softmax", "softcap"], [0.01])
+    with pytest.raises(ValueError, match="softmax-0.01-0: was started with other"):
+        frontier.run(make_config(), tmp_path, grid)
+    assert not frontier.read(tmp_path)
 
 
 def test_deciles_add_up_to_the_loss_of_the_text(compared):
@@ -460,6 +499,14 @@ def test_rates_are_compared_on_the_seeds_that_both_have():
     assert point.mean("valid_loss") == pytest.approx((4.0 + 4.5 + 4.5) / 3)
 
 
+def test_a_setting_without_the_common_seed_leaves_the_others_order_as_it_is():
+    rows = [make_row("softmax", 0.004, seed, 4.1 + 0.15 * seed) for seed in range(3)]
+    rows.append(make_row("softmax", 0.002, 0, 4.15))
+    assert frontier_report.best_setting(rows, "softmax") == (0.004, 1, 1)
+    rows.append(make_row("softmax", 0.016, 1, 5.0))
+    assert frontier_report.best_setting(rows, "softmax") == (0.004, 1, 1)
+
+
 def test_the_gain_is_a_share_of_that_of_the_mixture():
     rows = [
         make_row("softmax", loss=4.0),
@@ -503,8 +550,12 @@ def test_an_untimed_run_takes_as_long_as_the_arms_others():
         *(("mos-7-tanh", "", ""), ("moc-7-tanh", "12", "1.20")),
         ("softmax", "10", "1.00"),
     ]
-    advice = frontier_report.recommendations(points)
-    assert "mos-7-tanh" not in advice and "moc-7-tanh" in advice
+    *timed, whatever = [
+        [cell.strip() for cell in line.split("|")[2:5]]
+        for line in frontier_report.recommendations(points).splitlines()[2:]
+    ]
+    assert {arm for arm, *_ in timed} == {"softmax", "moc-7-tanh"}
+    assert whatever == ["mos-7-tanh", "", f"{math.exp(3.7):.2f}"]
 
 
 @pytest.mark.slow

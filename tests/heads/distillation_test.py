@@ -108,6 +108,7 @@ def test_given_probabilities_of_all_and_of_some_words(student, float64):
     log_p_TV = oracle.log_probs("softmax", *theirs[:4])
     words_TM = np.argsort(-log_p_TV, axis=1)[:, :5]
     log_p_TM = np.take_along_axis(log_p_TV, words_TM, axis=1)
+    log_p_TM[1:, 4] = -np.inf  # a server's list that was shorter
     few_TV = np.full(log_p_TV.shape, -np.inf)
     np.put_along_axis(few_TV, words_TM, log_p_TM, axis=1)
     teachers = {

@@ -103,6 +103,24 @@ def test_no_tokens_have_no_loss_and_no_words(name, budget):
 
 
 @pytest.mark.slow
+def test_an_ignored_label_is_no_word_in_labels_that_cannot_hold_it():
+    """Modulo 256, -100 is the word 156."""
+    table_VE, hidden_TD = jnp.arange(400.0).reshape(200, 2) / 400, jnp.ones((3, 2))
+    head, named = CASES["softmax"].head, {"ignore_label": -100}
+
+    @jax.jit
+    def run(labels_T):
+        tokens = ({}, table_VE, None, hidden_TD, labels_T)
+        return head.loss(*tokens, reduction="mean", **named), head.nll(*tokens, **named)
+
+    labels_T = np.array([65, 156, 120])
+    wanted = run(labels_T.astype(np.int32))
+    assert np.all(wanted[1] > 0)
+    for found in (run(labels_T.astype(np.uint8)), run(labels_T.astype(np.uint16))):
+        jax.tree.map(np.testing.assert_array_equal, found, wanted)
+
+
+@pytest.mark.slow
 def test_no_rows_beside_a_cache_have_no_loss_and_no_words():
     point = make_cached(rows=2)
     shapes = {"hidden_TD": (0, 9, 5), "labels_T": (0, 9), "weights_T": (0, 9)}

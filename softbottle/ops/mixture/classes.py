@@ -127,7 +127,7 @@ def unsplit(by_class: jax.Array, rows: int) -> jax.Array:
     """The first rows of the table from what `split` gives."""
     most = -(-rows // len(by_class))
     stacked = jnp.moveaxis(by_class[:, :most], 0, 1)
-    return stacked.reshape(-1, *stacked.shape[2:])[:rows]
+    return stacked.reshape(most * len(by_class), *stacked.shape[2:])[:rows]
 
 
 def joined(by_class: Sequence[jax.Array]) -> jax.Array:

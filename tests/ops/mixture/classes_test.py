@@ -158,3 +158,8 @@ def test_rows_by_class_join_to_the_table(rows):
     table_VE = np.arange(2.0 * rows, dtype=np.float32).reshape(rows, 2)
     by_class = [table_VE[n::CLASSES] for n in range(CLASSES)]
     np.testing.assert_array_equal(jax.jit(classes.joined)(by_class), table_VE)
+
+
+def test_nothing_by_class_is_nothing_by_word():
+    by_class = jnp.zeros((CLASSES, 4, 0))
+    assert classes.unsplit(by_class, 11).shape == (11, 0)

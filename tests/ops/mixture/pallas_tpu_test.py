@@ -221,6 +221,7 @@ def test_a_table_split_over_devices_gives_loss_and_gradient(interpreted):
     data, model = P("data"), P("model")
     specs = (P(), data, data, model, model, data, data)
     split = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P())
+
     def value_and_gradient(total, dtype):
         inputs = oracle.cast(((-1.5, 2.5), *problem), dtype)
         return jax.jit(jax.value_and_grad(total, argnums=(0, 1, 2, 3, 4)))(*inputs)
