@@ -106,7 +106,8 @@ def by_setting(rows: Sequence[Row], field: str) -> dict[str, dict[float, float]]
     """Mean test perplexity by arm and one field of `Setting`, of arms with several.
 
     The other fields of an arm are those with the most values tried, of these the ones
-    with the lowest validation loss.
+    with the lowest validation loss. Means are over the seeds that all values have, or
+    over those of each where they share none.
     """
     found: dict[str, dict[float, float]] = {}
     for arm in (point.arm for point in points(rows)):
@@ -118,8 +119,14 @@ def by_setting(rows: Sequence[Row], field: str) -> dict[str, dict[float, float]]
                 by_value.setdefault(value, []).append(row)
         tried = max(others.values(), key=_tried)
         if len(tried) > 1:
+            seeds = ({row["seed"] for row in runs} for runs in tried.values())
+            shared = set.intersection(*seeds)
             found[arm] = {
-                value: statistics.fmean(row["test_perplexity"] for row in tried[value])
+                value: statistics.fmean(
+                    row["test_perplexity"]
+                    for row in tried[value]
+                    if row["seed"] in shared or not shared
+                )
                 for value in sorted(tried)
             }
     return found

@@ -405,11 +405,11 @@ def test_gains_have_a_table_and_a_picture_of_their_own(tmp_path):
     ]
     (perplexity,) = frontier_report.by_setting(rows, "gain").values()
     assert list(perplexity) == [0.5, 1, 4]
-    assert perplexity[1] == pytest.approx((math.exp(4.2) + math.exp(4.4)) / 2)
+    assert perplexity[1] == math.exp(4.2)  # on the seed that all values have
     frontier_report.write_table(tmp_path, rows, {})
     text = (tmp_path / "frontier.md").read_text()
     assert "| arm | 0.5 | 1 | 4 |" in text
-    assert "| softmax | 90.02 | 74.07 | 54.60 |" in text
+    assert "| softmax | 90.02 | 66.69 | 54.60 |" in text
     (axes,) = frontier_plot.by_setting(rows, "gain").axes
     (line,) = (line for line in axes.lines if line.get_label() == "softmax")
     assert list(line.get_ydata()) == list(perplexity.values())
