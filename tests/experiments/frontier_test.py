@@ -285,7 +285,8 @@ def test_a_run_that_loses_its_loss_is_a_row_and_the_next_one_follows(
     text = (tmp_path / "frontier.md").read_text()
     assert "- softmax at 1e+30, gain 1, tables at 1 times, seed 0: step " in text
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        *("frontier-cover.png", "frontier.jsonl", "frontier.md", "frontier.png")
+        *("frontier-cover.png", "frontier.jsonl", "frontier.md", "frontier.png"),
+        "lock",
     ]
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import softbottle
-from softbottle.heads.mixtape import Pieces
+from softbottle.heads.pieces import Pieces
 from softbottle.ops.mixture import gated
 from softbottle.ops.mixture.arrays import Mixture, Vocabulary
 from softbottle.ops.mixture.options import DEFAULTS
