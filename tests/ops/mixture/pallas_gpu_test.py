@@ -372,12 +372,12 @@ def test_every_row_is_right_when_blocks_do_several_tiles(hopper, width):
     z_RV = np.asarray(context_RE, np.float64) @ np.asarray(table_VE, np.float64).T
     lse_R = np.log(np.sum(np.exp(z_RV), axis=1))
     bias_V, near_R = jnp.zeros(20_224), jnp.full(1024, 5.0)
-    first = jax.jit(pallas_gpu.ROUTE.first, static_argnums=(5, 6, 7))
+    first = jax.jit(pallas_gpu.ROUTE.first, static_argnums=(5, 6, 7, 8))
     options = Options().resolve()
     tables = (context_RE[None], table_VE[None], bias_V[None])
     inputs = (*tables, near_R, None, SOFTMAX, options)
     for peaks in (False, True, False):
-        e_1RV, total_1R, ref_1R, peak = first(*inputs, peaks)
+        e_1RV, total_1R, ref_1R, peak = first(*inputs, peaks, False)
         if peaks:
             found_R = np.take_along_axis(z_RV, np.asarray(peak.place).T, axis=1)[:, 0]
             np.testing.assert_allclose(found_R, z_RV.max(axis=1), atol=1e-4)
@@ -392,7 +392,7 @@ def test_every_row_is_right_when_blocks_do_several_tiles(hopper, width):
     assert np.max(np.abs(np.asarray(e_1RV[0], np.float64) / exact_RV - 1)) < 5e-3
     # References far below the largest score: rows of some tiles are done again.
     far_R = near_R.at[200:204].set(-200.0)
-    e_1RV, total_1R, ref_1R, peak = first(*tables, far_R, *inputs[4:], True)
+    e_1RV, total_1R, ref_1R, peak = first(*tables, far_R, *inputs[4:], True, False)
     np.testing.assert_allclose(peak.score[0], z_RV.max(axis=1), atol=1e-4)
     np.testing.assert_allclose(ref_1R[0] + np.log(total_1R[0]), lse_R, atol=1e-4)
     again_R = np.asarray(ref_1R[0]) != np.asarray(near_R)
