@@ -235,11 +235,8 @@ def report(
                 tried.save(workdir / f"frontier-{field.replace('_', '-')}.png")
     else:
         print("no run is finished yet.")
-    if named:
-        runs = ", ".join(
-            f"{key} ({why})" if why else str(key) for key, why in named.items()
-        )
-        print(f"missing: {runs}")
+    for line in frontier_report.gaps(named):
+        print(f"missing: {line}")
 
 
 def _named(grid, rows, broken):

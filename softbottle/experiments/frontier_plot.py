@@ -8,7 +8,7 @@ Axes: N deciles of the words.
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import matplotlib.axes
@@ -50,14 +50,23 @@ def draw(rows: Sequence[dict[str, Any]]) -> drawing.Figure:
 
 
 def cover(rows: Sequence[dict[str, Any]]) -> drawing.Figure:
-    """Perplexity by seconds and by parameters alone, every point with its arm."""
+    """Perplexity by seconds and by parameters alone.
+
+    Every point has its arm's name, or, of many points, those on the line alone: all
+    others have their head's color.
+    """
     found = sorted(frontier_report.points(rows), key=lambda point: -point.perplexity)
-    figure = drawing.Figure(figsize=(9, 3.6))
+    figure = drawing.Figure(figsize=(9, 3.9))
     matplotlib.backends.backend_agg.FigureCanvasAgg(figure)
     panels = figure.subplots(1, 2, sharey=True)
-    labels = _labels(found)
-    _legend(figure, found, labels, "right center")
-    _draw_costs(figure, panels, found, labels)
+    many = len(found) > _NAMED
+    if many:
+        heads = {_head(point): _color(point) for point in found}
+        dots = [_dot(color, head) for head, color in heads.items()]
+        below = {"loc": "outside lower center", "ncols": len(dots), "fontsize": 9}
+        figure.legend(handles=dots, **below)
+    labels = {point.arm: point.arm for point in found}
+    _draw_costs(figure, panels, found, labels, front_alone=many)
     return figure
 
 
@@ -70,14 +79,18 @@ def by_setting(rows: Sequence[dict[str, Any]], field: str) -> drawing.Figure | N
     figure = drawing.Figure(figsize=(7, 4))
     axes = figure.subplots()
     values = sorted(set().union(*tried.values()))
+    markers: dict[str, Iterator[str]] = {}
     for arm, perplexity in tried.items():
         color = _color(found[arm])
+        # Arms of one head have one color, and markers of their own.
+        marker = next(markers.setdefault(color, itertools.cycle("os^Dv")))
         # A thin line alone over values that others have had and this arm has not.
         axes.plot(list(perplexity), list(perplexity.values()), ":", color=color, lw=1)
         axes.plot(
             values,
             [perplexity.get(value, math.nan) for value in values],
-            "o--" if arm.startswith(f"{SOFTMAX}-") else "o-",
+            "--" if arm.startswith(f"{SOFTMAX}-") else "-",
+            marker=marker,
             color=color,
             label=arm,
         )
@@ -101,13 +114,16 @@ def _legend(figure, found, labels, place, **columns):
     """What the numbers mean, if there are any."""
     numbered = [point for point in found if labels[point.arm] != point.arm]
     if numbered:
-        handles = [_handle(point, labels[point.arm]) for point in numbered]
+        handles = [
+            _dot(_color(point), f"{labels[point.arm]}  {point.arm}")
+            for point in numbered
+        ]
         where = {"loc": f"outside {place}", "fontsize": 9}
         figure.legend(handles=handles, **where, **columns)
 
 
-def _draw_costs(figure, panels, found, labels):
-    """The points in a panel for each cost."""
+def _draw_costs(figure, panels, found, labels, front_alone=False):
+    """The points in a panel for each cost; the names of all or of the line's alone."""
     costs = dict(zip(panels, _COSTS.items(), strict=False))
     for axes, (title, (field, unit)) in costs.items():
         axes.set(xlabel=title, ylabel="test perplexity", title=f"By {title}")
@@ -124,8 +140,13 @@ def _draw_costs(figure, panels, found, labels):
     }
     for axes, (_, (field, unit)) in costs.items():
         located = _located(found, field, unit)
-        points = [(place, names[p], _color(p)) for p, place in located.items()]
-        name_points(axes, points, _front(list(located.values())))
+        front = _front(list(located.values()))
+        points = [
+            (place, names[point], _color(point))
+            for point, place in located.items()
+            if not front_alone or place in front
+        ]
+        name_points(axes, points, front, list(located.values()))
 
 
 def _scatter(axes, found, field, unit):
@@ -206,6 +227,7 @@ def name_points(
     axes: matplotlib.axes.Axes,
     points: Sequence[tuple[Place, str, str]],
     steps: Sequence[Place] = (),
+    unnamed: Sequence[Place] = (),
 ) -> None:
     """Write a name beside each point, where no other name, no point and no line is.
 
@@ -215,10 +237,12 @@ def name_points(
         axes: where the points are.
         points: place, name and color of each.
         steps: places that a line joins, to the right and then down.
+        unnamed: of points that have no name and are not to be covered.
     """
     scale = axes.figure.dpi / 72
     pixels = [tuple(axes.transData.transform(place)) for place, *_ in points]
-    taken = [(x - 6, y - 6, x + 6, y + 6) for x, y in pixels]
+    dots = [*pixels, *(tuple(axes.transData.transform(place)) for place in unnamed)]
+    taken = [(x - 6, y - 6, x + 6, y + 6) for x, y in dots]
     corners = [tuple(axes.transData.transform(place)) for place in steps]
     for (x, y), (right, low) in itertools.pairwise(corners):
         taken += [(x, y, right, y), (right, low, right, y)]
@@ -297,18 +321,15 @@ def _losses(point):
     return np.mean(np.array(by_run, float), axis=0)
 
 
-def _handle(point, label):
-    return Line2D(
-        [],
-        [],
-        marker="o",
-        linestyle="",
-        color=_color(point),
-        label=f"{label}  {point.arm}",
-    )
+def _dot(color, label):
+    return Line2D([], [], marker="o", linestyle="", color=color, label=label)
+
+
+def _head(point):
+    """The head's name; a mixture of one is a softmax behind a projection."""
+    one = point.arm.startswith(SOFTMAX)
+    return SOFTMAX if one else point.head.partition("(")[0]
 
 
 def _color(point):
-    one = point.arm.startswith(SOFTMAX)
-    name = SOFTMAX if one else point.head.partition("(")[0]
-    return drawing.HEADS.get(name, drawing.GRAY)
+    return drawing.HEADS.get(_head(point), drawing.GRAY)

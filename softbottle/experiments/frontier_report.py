@@ -168,10 +168,23 @@ def write_table(
     if failed:
         text += ["## Failed", "", *map(_failure, failed), ""]
     if missing:
-        names = (f"- {key}{': ' + why if why else ''}" for key, why in missing.items())
-        text += ["## Missing", "", *names, ""]
+        text += ["## Missing", "", *(f"- {line}" for line in gaps(missing)), ""]
     files.replace(workdir / "frontier.md", "\n".join(text))
     return table(found)
+
+
+def gaps(missing: Mapping[Key, str]) -> list[str]:
+    """A line for each setting and seed with the arms that have no run of it.
+
+    Args:
+        missing: the runs, and why each is missing if that is known.
+    """
+    lines: dict[str, list[str]] = {}
+    for key, why in missing.items():
+        place = f"{_named(key)}, seed {key.seed}"
+        told = f"{key.arm} ({why})" if why else key.arm
+        lines.setdefault(place, []).append(told)
+    return [f"{place}: {', '.join(arms)}" for place, arms in lines.items()]
 
 
 def table(found: Sequence[Point]) -> str:
@@ -277,6 +290,15 @@ def _about(rows):
 
 
 def _failure(row):
-    rate, gain, table_rate = setting(row)
-    where = f"{row['arm']} at {rate:g}, gain {gain:g}, tables at {table_rate:g} times"
-    return f"- {where}, seed {row['seed']}: {row['failed']}"
+    where = _named(setting(row))
+    return f"- {row['arm']}, {where}, seed {row['seed']}: {row['failed']}"
+
+
+def _named(tried: Setting | Key) -> str:
+    """A setting in words, without what it leaves as it is."""
+    words = [f"rate {tried.rate:g}"]
+    if tried.gain != 1:
+        words.append(f"gain {tried.gain:g}")
+    if tried.table_rate != 1:
+        words.append(f"tables at {tried.table_rate:g} times")
+    return ", ".join(words)

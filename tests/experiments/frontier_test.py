@@ -167,10 +167,10 @@ def test_no_minutes_start_nothing_and_name_what_is_missing(
     monkeypatch.setattr(frontier_trial, "supervise", no_run)
     grid = frontier.Grid((*PAIR, "softcap"), [0.01, 0.02])
     frontier.run(make_config(), tmp_path, grid, minutes=0)
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert last == (
-        "missing: softcap-0.01-0, softmax-0.02-0, mos-7-tanh-0.02-0, softcap-0.02-0"
-    )
+    assert capsys.readouterr().out.splitlines()[-2:] == [
+        "missing: rate 0.01, seed 0: softcap",
+        "missing: rate 0.02, seed 0: softmax, mos-7-tanh, softcap",
+    ]
     heading = (tmp_path / "frontier.md").read_text().splitlines()[0]
     assert heading == "# The frontier: partial, without softcap"
 
@@ -283,7 +283,7 @@ def test_a_run_that_loses_its_loss_is_a_row_and_the_next_one_follows(
     assert failed["failed"].startswith("step ") and "valid_loss" not in failed
     assert started == ["softmax-0.01-0"] and row["valid_loss"] == 4.0
     text = (tmp_path / "frontier.md").read_text()
-    assert "- softmax at 1e+30, gain 1, tables at 1 times, seed 0: step " in text
+    assert "- softmax, rate 1e+30, seed 0: step " in text
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         *("frontier-cover.png", "frontier.jsonl", "frontier.md", "frontier.png"),
         "lock",
@@ -328,14 +328,14 @@ def test_a_process_that_dies_has_no_row_and_the_next_one_follows(
     rows = frontier.run(make_config(), tmp_path, frontier.Grid(PAIR, [0.01]))
     assert [row["arm"] for row in rows] == ["mos-7-tanh"]
     said = capsys.readouterr().out.splitlines()[-1]
-    assert said == "missing: softmax-0.01-0 (ended with status -11)"
+    assert said == "missing: rate 0.01, seed 0: softmax (ended with status -11)"
 
 
 @pytest.mark.parametrize("status", [0, -signal.SIGTERM])
 def test_a_run_asked_to_stop_ends_the_program(tmp_path, monkeypatch, capsys, status):
     monkeypatch.setattr(frontier_trial, "supervise", lambda *task: status)
     assert frontier.run(make_config(), tmp_path, frontier.Grid(PAIR, [0.01])) == []
-    assert "missing: softmax-0.01-0, mos-7-tanh-0.01-0" in capsys.readouterr().out
+    assert "missing: rate 0.01, seed 0: softmax, mos-7-tanh" in capsys.readouterr().out
 
 
 def test_only_runs_that_should_end_in_time_are_started(tmp_path, started):
@@ -573,6 +573,35 @@ def test_points_without_memory_and_many_points_are_drawn():
     assert numbers == {str(place + 1) for place in range(len(many))}
 
 
+@pytest.mark.slow
+def test_of_many_points_the_cover_names_those_on_the_line_and_every_head():
+    arms = [*ARMS][:9]
+    many = [make_row(arm, loss=4.0, seconds=10.0) for arm in arms]
+    many[3] |= make_row(arms[3], loss=3.9, seconds=5.0)
+    figure = frontier_plot.cover(many)
+    for axes in figure.axes:
+        assert [text.get_text() for text in axes.texts if text.get_text()] == [arms[3]]
+    (legend,) = figure.legends
+    heads = [text.get_text() for text in legend.get_texts()]
+    assert sorted(heads) == sorted(
+        {
+            "softmax" if arm.startswith("softmax") else ARMS[arm].head["name"]
+            for arm in arms
+        }
+    )
+
+
+def test_missing_runs_are_told_by_setting():
+    keys = [Key("softmax", 0.01, 0), Key("softcap", 0.01, 0), Key("softcap", 0.01, 1)]
+    keys.append(Key("softmax", 0.01, 0, gain=8.0, table_rate=0.5))
+    reasons = dict.fromkeys(keys, "") | {keys[1]: "ended with status 1"}
+    assert frontier_report.gaps(reasons) == [
+        "rate 0.01, seed 0: softmax, softcap (ended with status 1)",
+        "rate 0.01, seed 1: softcap",
+        "rate 0.01, gain 8, tables at 0.5 times, seed 0: softmax",
+    ]
+
+
 def test_no_name_lies_on_the_line_of_the_frontier():
     figure = Figure(figsize=(5, 4))
     axes = figure.subplots()
@@ -720,7 +749,7 @@ def test_the_command_asked_to_stop_saves_its_run_and_says_what_is_missing(tmp_pa
     program.terminate()
     answer = commands.finish_fresh(program)
     assert answer.code == 0, answer.errors
-    assert "missing: softmax-0.01-0" in answer.output
+    assert "missing: rate 0.01, seed 0: softmax" in answer.output
     assert "asked to stop: saved at step" in answer.errors
     assert list((metrics.parent / "checkpoints").iterdir())
 
