@@ -82,6 +82,9 @@ ARMS = {
     "partition-4-mos-2": Arm({"name": "partition", "classes": 4, "components": 2}),
     "mixtape-4": Arm({"name": "mixtape", "components": 4}, frequent=0.1),
     "mos-7-active-2": Arm({"name": "mos", "components": 7, "active": 2}),
+    "mos-7-active-2-draw": Arm(
+        {"name": "mos", "components": 7, "active": 2, "draw": True}
+    ),
     "mos-15-active-2": Arm({"name": "mos", "components": 15, "active": 2}),
 }
 # Those that matter, which are trained with several seeds.
