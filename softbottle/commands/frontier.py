@@ -19,7 +19,9 @@ of its own, and their lines joined.
 
 from softbottle.cli import program
 from softbottle.cli.program import app, flags
-from softbottle.experiments import frontier, frontier_arms, processes
+from softbottle.experiments import processes
+from softbottle.experiments.frontier import arms
+from softbottle.experiments.frontier import run as frontier
 
 CONFIG = program.define_config(", that trains a mixture by AdamW")
 WORKDIR = flags.DEFINE_string("workdir", None, "Where it all goes.", required=True)
@@ -29,9 +31,7 @@ MINUTES = flags.DEFINE_float(
     "End after so many; a run that would not end by then is not started.",
     lower_bound=0.0,
 )
-ARMS = flags.DEFINE_list(
-    "arms", list(frontier_arms.ARMS), "What is compared; all by default."
-)
+ARMS = flags.DEFINE_list("arms", list(arms.ARMS), "What is compared; all by default.")
 RATES = program.define_numbers("learning_rates", [0.002, 0.004], "Of every arm.", float)
 GAINS = program.define_numbers(
     "gains",
@@ -50,7 +50,7 @@ SEEDS = program.define_numbers(
     "seeds",
     [0],
     "The first is for all arms, the others for those that matter most: "
-    f"{', '.join(frontier_arms.SEVERAL_SEEDS)}.",
+    f"{', '.join(arms.SEVERAL_SEEDS)}.",
     int,
 )
 DRAW = flags.DEFINE_bool("draw", False, "Train nothing; draw what there is.")
@@ -65,7 +65,7 @@ program.define_compilation_cache()
 
 def main() -> None:
     """Train and draw what the flags say."""
-    frontier_arms.check_names(ARMS.value)
+    arms.check_names(ARMS.value)
     tried = (GAINS.value or None, TABLE_RATES.value or None)
     grid = frontier.Grid(ARMS.value, RATES.value, SEEDS.value, *tried)
     if DRAW.value:

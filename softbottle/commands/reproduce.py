@@ -17,9 +17,10 @@ import json
 
 from softbottle.cli import configs, program
 from softbottle.cli.program import flags
-from softbottle.experiments import processes, reproduce
-from softbottle.experiments.reproduce_plan import Grid
-from softbottle.experiments.reproduce_tables import HEADS, TABLES, check_heads
+from softbottle.experiments import processes
+from softbottle.experiments.reproduce import run as reproduce
+from softbottle.experiments.reproduce.plan import Grid
+from softbottle.experiments.reproduce.tables import HEADS, TABLES, check_heads
 
 FIRST_WORD = "table"  # its flag may be left out before the value
 

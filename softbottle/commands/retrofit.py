@@ -15,13 +15,10 @@ import pathlib
 from softbottle.analysis.sources import states, trunk
 from softbottle.cli import program
 from softbottle.cli.program import app, flags
-from softbottle.experiments import (
-    retrofit,
-    retrofit_arms,
-    retrofit_data,
-    retrofit_trial,
-    retrofit_trunk,
-)
+from softbottle.experiments.retrofit import arms as arms_lib
+from softbottle.experiments.retrofit import data, trial
+from softbottle.experiments.retrofit import run as retrofit
+from softbottle.experiments.retrofit.trunk import Tuner
 
 WORKDIR = flags.DEFINE_string("workdir", None, "Where it all goes.", required=True)
 HF = flags.DEFINE_string("hf", None, "A Hugging Face model: a folder, or its name.")
@@ -46,22 +43,22 @@ TRUNK = flags.DEFINE_enum(
     "trunk_dtype", "float32", trunk.DTYPES, "Of the trunk's products."
 )
 HEAD = flags.DEFINE_enum(
-    "head", None, retrofit_arms.MIXED, "One head; its control, moc, is trained, too."
+    "head", None, arms_lib.MIXED, "One head; its control, moc, is trained, too."
 )
 COMPONENTS = flags.DEFINE_integer(
     "components", 4, "Components, or classes of words, of --head.", lower_bound=1
 )
 ARMS = flags.DEFINE_list(
-    "arms", None, f"Several heads, such as {','.join(retrofit_arms.FULL)}."
+    "arms", None, f"Several heads, such as {','.join(arms_lib.FULL)}."
 )
 WIDTH = program.define_numbers(
     "width", None, "Of narrow tables; else as wide as states.", int
 )
 FREEZE = flags.DEFINE_enum(
-    "freeze", "table", retrofit_trial.FROZEN, "What is not trained, beside the trunk."
+    "freeze", "table", trial.FROZEN, "What is not trained, beside the trunk."
 )
 OBJECTIVE = flags.DEFINE_enum(
-    "objective", "words", retrofit_trial.OBJECTIVES, "Next word, KL to own, or both."
+    "objective", "words", trial.OBJECTIVES, "Next word, KL to own, or both."
 )
 RATES = program.define_numbers("rates", [0.001], "Learning rates of every head.", float)
 SEEDS = flags.DEFINE_integer(
@@ -87,7 +84,7 @@ def main() -> None:
     """Compute states, train heads and report, as the flags say."""
     grid = _grid()
     freeze = "none" if UNFREEZE.value else FREEZE.value
-    training = retrofit_trial.Training(
+    training = trial.Training(
         *(STEPS.value or 0, BATCH.value, 0.0, OBJECTIVE.value, freeze),
         compute_dtype=COMPUTE.value,
     )
@@ -114,14 +111,14 @@ def main() -> None:
         print(fact)
     if ONLY.value:
         return
-    problem = retrofit_data.make(stored.train, stored.heldout, stored.digest)
+    problem = data.make(stored.train, stored.heldout, stored.digest)
     if not STEPS.value:
-        steps = retrofit_data.steps_per_pass(problem.train, BATCH.value)
+        steps = data.steps_per_pass(problem.train, BATCH.value)
         training = training._replace(steps=steps)
     fit, rate = retrofit.frozen(problem), None
     if UNFREEZE.value:
         rate = TRUNK_RATE.value
-        fit = retrofit_trunk.Tuner(pretrained, encoded, problem, rate).fit
+        fit = Tuner(pretrained, encoded, problem, rate).fit
     how = (training, fit, MINUTES.value, rate, KEEP.value)
     retrofit.compare(problem, WORKDIR.value, grid, *how)
 
@@ -130,7 +127,7 @@ def _grid():
     if ARMS.value and HEAD.value:
         raise app.UsageError("give --arms or --head, not both")
     widths = WIDTH.value or [None]
-    arms = ARMS.value or (retrofit_arms.NARROW if WIDTH.value else retrofit_arms.FULL)
+    arms = ARMS.value or (arms_lib.NARROW if WIDTH.value else arms_lib.FULL)
     if HEAD.value:
         # With the control that has its parameters, or nothing could be said of it.
         named = (f"{name}-{COMPONENTS.value}" for name in ("moc", HEAD.value))

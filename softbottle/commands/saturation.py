@@ -16,7 +16,8 @@ from softbottle.analysis.sources import run as run_source
 from softbottle.cli import program
 from softbottle.cli.program import flags
 from softbottle.data.vocab import Split
-from softbottle.experiments import saturation, saturation_report
+from softbottle.experiments.saturation import report
+from softbottle.experiments.saturation import run as saturation
 
 WORKDIR = flags.DEFINE_string("workdir", None, "Where it all goes.", required=True)
 RUNS = flags.DEFINE_multi_string("run", [], "A run's folder; maybe several.")
@@ -37,4 +38,4 @@ def main() -> None:
     for run in RUNS.value:
         row = saturation.measure(run, cast(Split, SPLIT.value), POSITIONS.value)
         saturation.add(WORKDIR.value, row)
-    print(saturation_report.write(WORKDIR.value))
+    print(report.write(WORKDIR.value))

@@ -19,8 +19,9 @@ import numpy as np
 from softbottle import config as config_lib
 from softbottle import drawing, files, heads
 from softbottle import variants as variants_lib
-from softbottle.experiments import ending, frontier_trial, sweep
+from softbottle.experiments import ending, sweep
 from softbottle.experiments import rows as rows_lib
+from softbottle.experiments.frontier.trial import step_ms
 from softbottle.training import metrics, state
 
 Row = dict[str, Any]
@@ -159,7 +160,7 @@ def _measured(summary, folder):
         "parameters": summary["parameters"],
         "test_perplexity": summary["test_perplexity"],
         "valid_perplexity": summary["valid_perplexity"],
-        "step_ms": frontier_trial.step_ms(metrics.read(folder)),
+        "step_ms": step_ms(metrics.read(folder)),
         "rank": ranks["rank"],
         "bound": ranks["bound"],
         "shape": ranks["shape"],

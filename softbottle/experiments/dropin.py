@@ -32,7 +32,7 @@ from softbottle import variants as variants_lib
 from softbottle.data import corpus as corpora
 from softbottle.data.batches import Batch, Stream, evaluation
 from softbottle.experiments import rows as rows_lib
-from softbottle.experiments.frontier_arms import fingerprint
+from softbottle.experiments.frontier.arms import fingerprint
 from softbottle.training import lock
 from softbottle.training import step as step_lib
 

@@ -10,17 +10,12 @@ from configs import lm1b, ptb
 from softbottle import model as models
 from softbottle.analysis import curves
 from softbottle.cli import configs as config_files
-from softbottle.experiments import (
-    reproduce,
-    reproduce_plan,
-    reproduce_plot,
-    reproduce_published,
-    reproduce_report,
-    reproduce_stage,
-    reproduce_tables,
-)
-from softbottle.experiments.reproduce_plan import Grid, Plan, Unit
-from softbottle.experiments.reproduce_tables import HEADS, TABLES
+from softbottle.experiments.reproduce import plan as plan_lib
+from softbottle.experiments.reproduce import plot, published, report
+from softbottle.experiments.reproduce import run as reproduce
+from softbottle.experiments.reproduce import stage as stage_lib
+from softbottle.experiments.reproduce.plan import Grid, Plan, Unit
+from softbottle.experiments.reproduce.tables import HEADS, TABLES
 from softbottle.training import lock, state, stopping
 from tests import pictures, tiny
 
@@ -52,7 +47,7 @@ def in_this_process(task, outcome, seconds):
     signals = (signal.SIGTERM, signal.SIGINT)
     before = [signal.getsignal(number) for number in signals]
     try:
-        reproduce_stage.run(task, outcome)
+        stage_lib.run(task, outcome)
     finally:
         for number, handler in zip(signals, before, strict=True):
             signal.signal(number, handler)
@@ -66,7 +61,7 @@ def no_stage(*arguments):
 @pytest.fixture(scope="module", autouse=True)
 def without_processes():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reproduce_stage, "supervise", in_this_process)
+        patch.setattr(stage_lib, "supervise", in_this_process)
         patch.setattr(curves, "write", lambda workdir, title: None)
         # The tests of figures paint them; a page has its own after every stage.
         pictures.leave_unpainted(patch)
@@ -93,7 +88,7 @@ def stubs(monkeypatch):
             return 0
         return answer
 
-    monkeypatch.setattr(reproduce_stage, "supervise", supervise)
+    monkeypatch.setattr(stage_lib, "supervise", supervise)
     monkeypatch.setattr(reproduce, "_best_step", lambda plan, unit: 1)
     return answers, tasks
 
@@ -167,7 +162,7 @@ def test_every_text_that_is_read_is_that_of_the_training(
     monkeypatch.setattr(state, "load_corpus", changed)
     task = {"folder": undisturbed[0] / "mos-seed3" / "train"}
     with pytest.raises(ValueError, match="the text changed"):
-        reproduce_stage._MEASURES[measure](task, **settings)
+        stage_lib._MEASURES[measure](task, **settings)
 
 
 def test_the_page_has_our_numbers_beside_the_published_ones(undisturbed):
@@ -187,7 +182,7 @@ def test_the_page_has_our_numbers_beside_the_published_ones(undisturbed):
 
 def test_what_is_done_is_not_done_again(undisturbed, monkeypatch, capsys):
     workdir, rows = undisturbed
-    monkeypatch.setattr(reproduce_stage, "supervise", no_stage)
+    monkeypatch.setattr(stage_lib, "supervise", no_stage)
     assert reproduce.run(GRID, workdir, load) == rows
     assert "left:" not in capsys.readouterr().out
 
@@ -225,7 +220,7 @@ def test_a_table_that_was_stopped_ends_with_the_same_numbers(
 
 
 def test_no_minutes_start_nothing_and_say_what_is_left(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(reproduce_stage, "supervise", no_stage)
+    monkeypatch.setattr(stage_lib, "supervise", no_stage)
     grid = Grid("lm1b", ["mos", "moc"])
     assert reproduce.run(grid, tmp_path, load, minutes=0) == {}
     assert capsys.readouterr().out.splitlines()[-1] == (
@@ -238,7 +233,7 @@ def test_no_minutes_start_nothing_and_say_what_is_left(tmp_path, monkeypatch, ca
 )
 def test_a_workdir_of_other_settings_is_refused(undisturbed, monkeypatch, other):
     workdir, _ = undisturbed
-    monkeypatch.setattr(reproduce_stage, "supervise", no_stage)
+    monkeypatch.setattr(stage_lib, "supervise", no_stage)
     with pytest.raises(
         ValueError, match="has mos-seed3 train of other settings or of ano"
     ):
@@ -296,7 +291,7 @@ def test_tables_of_processes_that_shared_a_device_can_be_joined(
         assert rows[Unit(head, 7, "train")]["step_ms"] is None
         lines.append((tmp_path / head / "reproduce.jsonl").read_text())
     (tmp_path / "reproduce.jsonl").write_text("".join(lines))
-    monkeypatch.setattr(reproduce_stage, "supervise", no_stage)
+    monkeypatch.setattr(stage_lib, "supervise", no_stage)
     reproduce.run(Grid("ranks", heads), tmp_path, load)
     page = (tmp_path / "ranks.md").read_text()
     assert page.startswith("# Ranks of log P on Penn Treebank\n")
@@ -330,12 +325,12 @@ def test_a_line_has_mean_deviation_and_number_of_seeds(tmp_path, stubs):
     }
     cut = {"seed": 3, "test": 99.0, "complete": False, "progress": "cut short"}
     rows[Unit("mos", 3, "static")] = cut
-    lines = reproduce_report.numbers(plan, rows).splitlines()
+    lines = report.numbers(plan, rows).splitlines()
     (line,) = (line for line in lines if "not finetuned, static, test" in line)
     cells = [cell.strip() for cell in line.split("|")[1:-1]]
     assert cells[2:4] == ["55.50 ± 0.71", "2"] and cells[5] == ""
     del rows[Unit("mos", 1, "static")], rows[Unit("mos", 2, "static")]
-    lines = reproduce_report.numbers(plan, rows).splitlines()
+    lines = report.numbers(plan, rows).splitlines()
     assert "| 99.00 | 1 | " in lines[3] and lines[3].endswith("| seed 3: cut short |")
 
 
@@ -349,7 +344,7 @@ def test_mixtures_are_drawn_by_components_beside_the_published_ones(tmp_path):
     }
     rows[Unit("mos-20", 2, "static")]["complete"] = False
     rows[Unit("mos-10", 1, "rank")] = {"rank": 9_417, "complete": True}
-    (panel,) = reproduce_plot.panels(plan, rows)
+    (panel,) = plot.panels(plan, rows)
     assert panel.title.endswith("ours at 0.5 of the epochs")
     assert panel.ours == {
         "ours, rate 0.5": [(5, 63.0), (5, 64.0), (10, 64.0), (10, 65.0), (20, 65.0)],
@@ -357,8 +352,8 @@ def test_mixtures_are_drawn_by_components_beside_the_published_ones(tmp_path):
     }
     assert panel.levels == {"softmax": 61.5, "mos-280": 66.5}
     yang = [(3, 58.62), (5, 57.36), (10, 56.33), (20, 56.17)]
-    assert panel.published[reproduce_published.YANG] == yang
-    figure = reproduce_plot.draw([panel])
+    assert panel.published[published.YANG] == yang
+    figure = plot.draw([panel])
     (axes,) = figure.axes
     drawn = {line.get_label(): line.get_xydata().tolist() for line in axes.lines}
     means = [[5, 63.5], [10, 64.5], [20, 65]]
@@ -383,7 +378,7 @@ def test_trainings_are_drawn_side_by_side(tmp_path, epochs, along, label):
         Unit("softmax", 2, "train"): {"begun": True},
         Unit("mos", 1, "finetune"): row | {"validations": losses[2:]},
     }
-    figure = reproduce_plot.curves(plan, rows)
+    figure = plot.curves(plan, rows)
     train, fine = figure.axes
     assert (train.get_title(), fine.get_title()) == ("train", "finetune")
     first, second = train.lines
@@ -395,7 +390,7 @@ def test_trainings_are_drawn_side_by_side(tmp_path, epochs, along, label):
     assert [*first.get_ydata()] == pytest.approx([math.exp(y) for _, y in losses])
     assert train.get_xlabel() == label
     figure.png()
-    assert reproduce_plot.curves(plan, {Unit("mos", 1, "train"): row}) is None
+    assert plot.curves(plan, {Unit("mos", 1, "train"): row}) is None
 
 
 def test_a_training_that_is_not_ended_is_drawn_as_far_as_it_came(tmp_path):
@@ -407,7 +402,7 @@ def test_a_training_that_is_not_ended_is_drawn_as_far_as_it_came(tmp_path):
     plan.folder(unit).mkdir(parents=True)
     path = plan.folder(unit) / "metrics.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (axes,) = reproduce_plot.curves(plan, {unit: {"begun": True}}).axes
+    (axes,) = plot.curves(plan, {unit: {"begun": True}}).axes
     (drawn,) = axes.lines
     assert drawn.get_label() == f"mos, not ended: {math.e:.2f}"
     assert drawn.get_xydata().tolist() == [[1, math.exp(2)], [2, math.e]]
@@ -489,7 +484,7 @@ def test_what_a_run_that_is_gone_started_from_is_trained_again_as_well(
 
 
 def test_two_commands_do_not_work_in_one_folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(reproduce_stage, "supervise", no_stage)
+    monkeypatch.setattr(stage_lib, "supervise", no_stage)
     with (
         lock.Lock(tmp_path),
         pytest.raises(lock.LockedError, match=str(tmp_path)),
@@ -528,7 +523,7 @@ def test_steps_are_timed_on_the_same_rows(tmp_path, monkeypatch):
     timed = TABLES["time"]
     table = timed._replace(stages=timed.stages[:1], words={"ptb": 13})
     monkeypatch.setitem(TABLES, "time", table)
-    monkeypatch.setattr(reproduce_stage, "_TIMING", 0.01)
+    monkeypatch.setattr(stage_lib, "_TIMING", 0.01)
 
     def recipe(value):
         return tiny.change(load(value), data__rows=4 if ":mos" in value else 9)
@@ -548,12 +543,12 @@ def test_published_values_are_of_heads_and_lines_that_there_are():
         lines.setdefault(table.published, set()).update(
             line.key for line in table.lines
         )
-    for data, (rows, place) in reproduce_published._SETS.items():
+    for data, (rows, place) in published._SETS.items():
         for source, head, keys, *values in rows:
             assert head in HEADS and set(keys.split()) <= lines[data], (source, head)
             assert len(keys.split()) == len(values[place].split()), (source, head)
-    found = reproduce_published.find("wt2", "mos", "rank")
-    assert found == [("15,734 ± 188", reproduce_published.STUDY)]
+    found = published.find("wt2", "mos", "rank")
+    assert found == [("15,734 ± 188", published.STUDY)]
 
 
 @pytest.mark.parametrize("head", HEADS)
@@ -562,7 +557,7 @@ def test_every_head_can_be_made_of_the_recipe(head):
         if stage.config is not None:
             _, _, argument = stage.config.partition(":")
             config = ptb.get_config(argument.format(head=HEADS[head].argument))
-            changed = reproduce_plan.changed(config, HEADS[head].changes)
+            changed = plan_lib.changed(config, HEADS[head].changes)
             models.make_head(changed)
     # Those of Parthiban et al.
     known = {"mos-280": 17_535_200, "softmax-340": 17_560_880, "mos-3": 19_406_620}
@@ -573,7 +568,7 @@ def test_every_head_can_be_made_of_the_recipe(head):
 
 
 def test_configs_of_the_tables_are_those_that_come_with_softbottle():
-    for name in reproduce_tables.TABLES:
+    for name in TABLES:
         for stage in TABLES[name].stages:
             if stage.config is not None:
                 loaded = config_files.load(stage.config.format(head="moc"))

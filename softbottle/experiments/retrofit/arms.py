@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 from softbottle import heads
 from softbottle.analysis.instruments import lowrank
-from softbottle.experiments.retrofit_data import Problem
+from softbottle.experiments.retrofit.data import Problem
 from softbottle.heads import Head, Output
 from softbottle.heads.mixtape import Mixtape
 

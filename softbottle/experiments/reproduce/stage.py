@@ -13,7 +13,8 @@ from softbottle import files
 from softbottle.analysis import curves
 from softbottle.bench import race, worker
 from softbottle.data import lines
-from softbottle.experiments import ending, frontier_trial, processes
+from softbottle.experiments import ending, processes
+from softbottle.experiments.frontier import trial
 from softbottle.scoring import dynamic
 from softbottle.training import evaluate, loop, metrics, state
 
@@ -27,7 +28,7 @@ def supervise(task: Row, outcome: pathlib.Path, seconds: float | None) -> int:
 
 
 def run(task: Row, outcome: pathlib.Path) -> None:
-    """Do what a task of `reproduce_plan.Plan` says.
+    """Do what a task of `plan.Plan` says.
 
     A training that is asked to stop leaves nothing but its checkpoint. What it comes to
     otherwise is written to `outcome`: numbers, {"failed": reason} of a loss that is not
@@ -52,7 +53,7 @@ def _train(task):
 
 def _ended(ended: loop.Ended) -> Row:
     """The run's numbers, in the summary's entry `reproduced`, and its curve."""
-    measured = frontier_trial.measure(ended)
+    measured = trial.measure(ended)
     config, recorded = ended.run.config, metrics.read(ended.workdir)
     curves.write(ended.workdir, f"{config.head.name} on {config.data.name}")
     summary = ended.summary

@@ -6,7 +6,7 @@ import numpy as np
 from matplotlib.lines import Line2D
 
 from softbottle import drawing
-from softbottle.experiments.saturation import Course
+from softbottle.experiments.saturation.run import Course
 
 # Titles of the rows, and the curve of a run that they show.
 _ROWS = {

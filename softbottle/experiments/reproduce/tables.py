@@ -70,7 +70,7 @@ class Table(NamedTuple):
 
     Attributes:
         title: its heading.
-        published: the data set in reproduce_published.py.
+        published: the data set in published.py.
         stages: in their order, for each head and seed.
         heads: names of HEADS that are there by default.
         lines: of each head.

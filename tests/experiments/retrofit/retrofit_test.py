@@ -14,16 +14,10 @@ from softbottle import heads
 from softbottle.analysis.capture import Capture, Tokens
 from softbottle.analysis.instruments import lowrank, rank
 from softbottle.drawing import Figure
-from softbottle.experiments import (
-    retrofit,
-    retrofit_arms,
-    retrofit_data,
-    retrofit_plot,
-    retrofit_report,
-    retrofit_scores,
-    retrofit_trial,
-)
-from softbottle.experiments.retrofit_trial import Training
+from softbottle.experiments.retrofit import arms as arms_lib
+from softbottle.experiments.retrofit import data, plot, report, scores, trial
+from softbottle.experiments.retrofit import run as retrofit
+from softbottle.experiments.retrofit.trial import Training
 from tests import commands, pictures
 
 pytestmark = pytest.mark.usefixtures("quick_keys")
@@ -49,7 +43,7 @@ def make_capture(seed=0, **changes):
 
 @pytest.fixture(scope="module")
 def problem():
-    return retrofit_data.make(make_capture())
+    return data.make(make_capture())
 
 
 def own_log_probs(capture, rows):
@@ -67,7 +61,7 @@ def heldout_rows():
 
 def scored(problem, made, batch=16):
     options = Training(1, 1, 0.1).options
-    sums = retrofit_scores.evaluate(problem, made, problem.heldout, batch, options)
+    sums = scores.evaluate(problem, made, problem.heldout, batch, options)
     count = sums.tokens_N.sum()
     return sums.nll_N.sum() / count, sums.kl / count
 
@@ -82,7 +76,7 @@ def test_at_step_0_the_loss_is_the_model_s_own(problem, name):
     capture, rows = make_capture(), heldout_rows()
     log_p_NV = own_log_probs(capture, rows)
     expected = -log_p_NV[np.arange(len(rows)), capture.tokens[0].labels_T[rows]].mean()
-    begun = retrofit_arms.start(problem, name, None, seed=3)
+    begun = arms_lib.start(problem, name, None, seed=3)
     loss, kl = scored(problem, begun)
     assert loss == pytest.approx(expected, rel=2e-6)
     assert kl == pytest.approx(0, abs=2e-6)
@@ -92,7 +86,7 @@ def test_at_step_0_the_loss_is_the_model_s_own(problem, name):
 @pytest.mark.parametrize("name", ["softmax", "mos-2"])
 def test_a_narrow_table_starts_as_the_nearest_of_its_rank(problem, name):
     capture = make_capture()
-    begun = retrofit_arms.start(problem, name, 3, seed=0)
+    begun = arms_lib.start(problem, name, 3, seed=0)
     made = (begun.params, begun.table_VE, begun.bias_V)
     train = len(problem.sample(10**6))  # whole stretches
     hidden_TD, _ = problem.train.between(0, train)
@@ -106,7 +100,7 @@ def test_a_narrow_table_starts_as_the_nearest_of_its_rank(problem, name):
 
 
 def test_what_narrow_tables_share_is_computed_once(monkeypatch):
-    problem, calls = retrofit_data.make(make_capture()), []
+    problem, calls = data.make(make_capture()), []
     leading = lowrank.leading
 
     def count(*arguments):
@@ -114,7 +108,7 @@ def test_what_narrow_tables_share_is_computed_once(monkeypatch):
         return leading(*arguments)
 
     monkeypatch.setattr(lowrank, "leading", count)
-    tables = [retrofit_arms.nearest(problem, width)[1] for width in (2, 5, 2)]
+    tables = [arms_lib.nearest(problem, width)[1] for width in (2, 5, 2)]
     assert [table.shape[1] for table in tables] == [2, 5, 2] and len(calls) == 1
     np.testing.assert_array_equal(tables[0], tables[2])
 
@@ -124,16 +118,16 @@ def test_what_narrow_tables_share_is_computed_once(monkeypatch):
 def test_the_rank_is_that_of_the_dense_log_probabilities(
     problem, monkeypatch, positions
 ):
-    monkeypatch.setattr(retrofit_scores, "_COLUMNS", 16)
-    monkeypatch.setattr(retrofit_scores, "enough", lambda *_: positions)
-    begun = retrofit_arms.start(problem, "mos-2", None, seed=0)
+    monkeypatch.setattr(scores, "_COLUMNS", 16)
+    monkeypatch.setattr(scores, "enough", lambda *_: positions)
+    begun = arms_lib.start(problem, "mos-2", None, seed=0)
     rng = np.random.default_rng(1)
     params = jax.tree.map(
         lambda leaf: leaf + rng.normal(size=leaf.shape).astype(np.float32),
         begun.params,
     )
     made = begun._replace(params=params)
-    found = retrofit_scores.ranks(made, problem.train)
+    found = scores.ranks(made, problem.train)
     hidden_TD, _ = problem.train.between(0, positions)
     log_p_TV = np.asarray(jax.jit(made.head.log_probs)(*made[1:], hidden_TD), float)
     dense = rank.spectrum(log_p_TV, np.float32)
@@ -156,14 +150,14 @@ def test_a_batch_is_scored_before_the_one_before_it_is_read(monkeypatch):
         return number
 
     monkeypatch.setattr(jax, "device_get", read)
-    assert list(retrofit_scores._one_late(score())) == [0, 1, 2]
+    assert list(scores._one_late(score())) == [0, 1, 2]
     first = ["score 0", "score 1", "read 0", "score 2", "read 1", "read 2"]
     assert events == first
 
 
 @pytest.mark.slow
 def test_what_is_lowered_is_the_dense_loss_and_the_dense_divergence(problem):
-    own, begun = retrofit_arms.own(problem), retrofit_arms.start(problem, "mos-3", 4, 0)
+    own, begun = arms_lib.own(problem), arms_lib.start(problem, "mos-3", 4, 0)
     rng = np.random.default_rng(5)
     params = jax.tree.map(
         lambda leaf: leaf + 0.3 * rng.normal(size=leaf.shape).astype(np.float32),
@@ -185,7 +179,7 @@ def test_what_is_lowered_is_the_dense_loss_and_the_dense_divergence(problem):
     def lowered(learned, objective):
         training = Training(1, 1, 0.1, objective, "none")
         arrays = (begun, own, hidden_TD, labels_T, training)
-        return retrofit_trial.loss(learned, *arrays)
+        return trial.loss(learned, *arrays)
 
     learned = {"params": params, "table_VE": begun.table_VE, "bias_V": begun.bias_V}
     with jax.enable_x64(True):
@@ -256,10 +250,10 @@ def test_started_again_it_trains_nothing_and_reports_the_same(compared, monkeypa
     lines = (workdir / "retrofit.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == rows
     page = (workdir / "retrofit.md").read_text()
-    monkeypatch.setattr(retrofit_trial, "fit", None)
+    monkeypatch.setattr(trial, "fit", None)
     again = retrofit.run(capture, workdir, grid, training, digest="d")
     assert again == rows and (workdir / "retrofit.md").read_text() == page
-    assert retrofit_report.RULE in page and "contamination" in page
+    assert report.RULE in page and "contamination" in page
     assert "Quantized weights" in page and "| mos-2 | 6 | moc-2 |" in page
     with pytest.raises(ValueError, match="of other settings or of another text"):
         retrofit.run(capture, workdir, grid, training, digest="another")
@@ -269,7 +263,7 @@ def test_started_again_it_trains_nothing_and_reports_the_same(compared, monkeypa
 def undrawn(monkeypatch):
     """The pictures are empty, which takes no time."""
     for name in ("costs", "frequencies"):
-        monkeypatch.setattr(retrofit_plot, name, lambda found: Figure(figsize=(1, 1)))
+        monkeypatch.setattr(plot, name, lambda found: Figure(figsize=(1, 1)))
 
 
 @pytest.mark.slow
@@ -287,11 +281,11 @@ def test_without_time_the_page_says_what_is_missing(tmp_path, undrawn):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("freeze", retrofit_trial.FROZEN)
+@pytest.mark.parametrize("freeze", trial.FROZEN)
 def test_a_frozen_table_stays_and_another_learns(problem, freeze):
-    begun = retrofit_arms.start(problem, "moc-2", 3, 0)
+    begun = arms_lib.start(problem, "moc-2", 3, 0)
     training = Training(20, 64, 0.03, "distill", freeze)
-    made, told = retrofit_trial.fit(problem, begun, training, seed=0)
+    made, told = trial.fit(problem, begun, training, seed=0)
     same = [
         np.array_equal(made.table_VE, begun.table_VE),
         np.array_equal(made.bias_V, begun.bias_V),
@@ -300,27 +294,27 @@ def test_a_frozen_table_stays_and_another_learns(problem, freeze):
     assert not np.array_equal(made.params["project_DE"], begun.params["project_DE"])
     assert scored(problem, made)[1] < scored(problem, begun)[1]
     assert told["step_ms"] > 0
-    late = retrofit_trial.fit(problem, begun, training, seed=0, deadline=-math.inf)
+    late = trial.fit(problem, begun, training, seed=0, deadline=-math.inf)
     assert late is None
 
 
 def test_the_model_s_own_head_is_not_trained_to_be_like_itself(problem):
     # As wide as the states: the softmax whose cost is that of eight of width five.
-    begun = retrofit_arms.start(problem, "softmax-flop:mos-8", 5, 0)
+    begun = arms_lib.start(problem, "softmax-flop:mos-8", 5, 0)
     assert begun.table_VE.shape[1] == DIM
     training = Training(20, 64, 0.03, "distill", "none")
-    made, told = retrofit_trial.fit(problem, begun, training, seed=0)
+    made, told = trial.fit(problem, begun, training, seed=0)
     np.testing.assert_array_equal(made.table_VE, problem.table_VD)
     assert told["step_ms"] is None
     words = training._replace(objective="words")
-    made, told = retrofit_trial.fit(problem, begun, words, seed=0)
+    made, told = trial.fit(problem, begun, words, seed=0)
     assert not np.array_equal(made.table_VE, problem.table_VD)
     assert told["step_ms"] > 0
 
 
 def test_a_run_is_expected_to_take_what_the_last_of_its_arm_took(problem):
     flop = {
-        arm: retrofit_arms.expected_costs(problem, arm, None).flop
+        arm: arms_lib.expected_costs(problem, arm, None).flop
         for arm in ("moc-2", "mos-4")
     }
     rows = [
@@ -370,12 +364,12 @@ def make_rows(arm, losses, rate=0.1, valid=None, asked=None, spread=0.0):
 )
 def test_the_decision_rule(mixture, spread, verdict):
     control = make_rows("moc-4", [3.0, 3.001] if len(mixture) > 1 else [3.0])
-    found = retrofit_report.points(
+    found = report.points(
         make_rows("own", [3.1], 0.0)
         + control
         + make_rows("mos-4", mixture, spread=spread)
     )
-    (difference,) = retrofit_report.differences(found)
+    (difference,) = report.differences(found)
     assert difference.nats == pytest.approx(np.mean(mixture) - 3, abs=1e-3)
     assert difference.verdict == verdict
 
@@ -384,7 +378,7 @@ def test_a_mixture_of_softmaxes_is_compared_with_as_many_contexts_of_its_kind():
     arms = {"moc-4-linear": 2.8, "moc-4": 3.0, "moc-8": 2.9, "softmax": 3.1}
     arms |= {"mos-8": 2.95, "mos-4": 2.97, "mos-2": 2.99, "partition-4": 3.0}
     rows = [row for arm, loss in arms.items() for row in make_rows(arm, [loss] * 2)]
-    found = retrofit_report.differences(retrofit_report.points(rows))
+    found = report.differences(report.points(rows))
     assert [(each.arm, each.control, round(each.nats, 6)) for each in found] == [
         *(("mos-8", "moc-8", 0.05), ("mos-4", "moc-4", -0.03)),
         *(("mos-2", "moc-4-linear", 0.19), ("partition-4", "moc-4-linear", 0.2)),
@@ -399,7 +393,7 @@ def test_heads_are_compared_at_the_same_rates_and_not_blindly_at_their_ends():
         for rate in rates:
             losses = [2.97, 2.971][:seeds]
             rows += make_rows("mos-4", losses, rate, valid=abs(rate - 0.2))
-        (difference,) = retrofit_report.differences(retrofit_report.points(rows))
+        (difference,) = report.differences(report.points(rows))
         return difference.verdict
 
     assert verdict(0.1, 0.2, 0.4) == "an effect"
@@ -417,7 +411,7 @@ def test_heads_of_several_widths_are_lines_in_the_figure():
         for arm, more in (("softmax", 0.0), ("mos-2", 0.1), ("mos-4", 0.2)):
             made = make_rows(arm, [loss + more], asked=width)
             rows += [row | costs | {"objective": "distill"} for row in made]
-    axes = retrofit_plot.costs(retrofit_report.points(rows)).axes[0]
+    axes = plot.costs(report.points(rows)).axes[0]
     told = {text.get_text() for text in axes.get_legend().get_texts()}
     assert told == {"softmax of any rank", "mos-2", "mos-4"}
     lines = {line.get_label(): line for line in axes.get_lines()}
@@ -431,7 +425,7 @@ def test_a_narrow_head_is_judged_by_softmaxes_of_its_cost():
     rows += make_rows("softmax-flop:mos-4", [2.2, 2.202], asked=3)
     rows += make_rows("softmax-parameters:mos-4", [1.9, 1.902], asked=3)
     rows += make_rows("softmax-flop:mos-4", [9.0, 9.002], asked=4)
-    found = retrofit_report.against_costs(retrofit_report.points(rows))
+    found = report.against_costs(report.points(rows))
     told = [(each.control, round(each.nats, 6), each.verdict) for each in found]
     assert told == [
         ("softmax-flop:mos-4", -0.1, "an effect"),
@@ -442,8 +436,8 @@ def test_a_narrow_head_is_judged_by_softmaxes_of_its_cost():
 def test_the_rate_is_chosen_by_other_regions_than_those_reported():
     rows = make_rows("mos-4", [2.0], 0.1, valid=3.0)
     rows += make_rows("mos-4", [2.5], 0.2, valid=2.9)
-    assert retrofit_report.best_rate(rows, "mos-4", None) == 0.2
-    (point,) = retrofit_report.points(rows)
+    assert report.best_rate(rows, "mos-4", None) == 0.2
+    (point,) = report.points(rows)
     assert point.mean("loss") == 2.5
     grid = retrofit.Grid(["mos-4"], rates=(0.1, 0.2))
     keys = retrofit.missing(grid, Training(1, 1, 0.0), rows)
@@ -459,22 +453,20 @@ def test_rows_are_read_across_blocks():
         Tokens(hidden_ND[a:b], labels_N[a:b])
         for a, b in zip(cuts, cuts[1:], strict=False)
     ]
-    rows = retrofit_data.Rows(blocks, scale=2.0)
+    rows = data.Rows(blocks, scale=2.0)
     for first, stop in ((0, 30), (6, 9), (8, 21), (20, 22), (29, 30)):
         found, labels = rows.between(first, stop)
         np.testing.assert_array_equal(found, hidden_ND[first:stop] / 2)
         np.testing.assert_array_equal(labels, labels_N[first:stop])
     # Of four rows, none across the end of a block.
     assert rows.stretches(4).tolist() == [0, 8, 12, 16, 21, 25]
-    held = retrofit_data.Rows(blocks, scale=2.0, on_device=True)
+    held = data.Rows(blocks, scale=2.0, on_device=True)
     for each in (rows, held):
         found, labels = each.take(np.array([12, 0]), 4)
         order = [*range(12, 16), *range(4)]
         np.testing.assert_array_equal(found, hidden_ND[order] / 2)
         np.testing.assert_array_equal(labels, order)
-    halves = [
-        retrofit_data.halves(part) for part in (blocks, [Tokens(hidden_ND, labels_N)])
-    ]
+    halves = [data.halves(part) for part in (blocks, [Tokens(hidden_ND, labels_N)])]
     for one, other in zip(*halves, strict=True):
         joined = [np.concatenate([b.labels_T for b in each]) for each in (one, other)]
         np.testing.assert_array_equal(*joined)
@@ -483,9 +475,9 @@ def test_rows_are_read_across_blocks():
 
 def test_a_pass_sees_every_stretch_once_in_an_order_of_its_own(problem):
     rows = problem.train
-    steps = retrofit_data.steps_per_pass(rows, 256)
+    steps = data.steps_per_pass(rows, 256)
     walks = [
-        [labels_T.tolist() for _, labels_T in retrofit_data.batches(rows, 256, n, seed)]
+        [labels_T.tolist() for _, labels_T in data.batches(rows, 256, n, seed)]
         for n, seed in ((2 * steps, 0), (2 * steps, 0), (2 * steps, 1))
     ]
     assert walks[0] == walks[1] != walks[2] and len(walks[0]) == 2 * steps
@@ -514,21 +506,21 @@ def test_the_softmax_that_is_matched_has_the_cost_of_its_rival():
     table = rng.normal(size=(500, 60)).astype(np.float32)
     hidden = rng.normal(size=(400, 60)).astype(np.float32)
     capture = Capture.from_states(hidden, table, None, rng.integers(0, 500, 400))
-    made = retrofit_data.make(capture)
-    rival = retrofit_arms.expected_costs(made, "mos-4", 8)
+    made = data.make(capture)
+    rival = arms_lib.expected_costs(made, "mos-4", 8)
     assert rival.flop == 2 * (4 * 60 * 8 + 60 * 4 + 60 * 8 + 4 * 500 * 8)
     assert rival.parameters == 4 * 61 * 8 - 0 + 60 * 4 + 60 * 8 + 500 * 9 - 4 * 8 + 32
-    flop = retrofit_arms.expected_costs(made, "softmax-flop:mos-4", 8)
+    flop = arms_lib.expected_costs(made, "softmax-flop:mos-4", 8)
     assert flop.flop == pytest.approx(rival.flop, abs=560 * 2)
-    same = retrofit_arms.expected_costs(made, "softmax-parameters:mos-4", 8)
+    same = arms_lib.expected_costs(made, "softmax-parameters:mos-4", 8)
     assert same.parameters == pytest.approx(rival.parameters, abs=560)
-    mixtape = retrofit_arms.expected_costs(made, "mixtape-4", 8)
-    plain = retrofit_arms.expected_costs(made, "moc-4", 8)
+    mixtape = arms_lib.expected_costs(made, "mixtape-4", 8)
+    plain = arms_lib.expected_costs(made, "moc-4", 8)
     # Three more products with a tenth of the words, and the gates.
     gates = 3 * 60 * 16 + 3 * 60 + 50 * 16
     assert mixtape.flop - plain.flop == 2 * (3 * 50 * 8 + gates - 60 * 4)
-    whole = retrofit_arms.expected_costs(made, "softmax-flop:mos-8", 50)
-    assert whole == retrofit_arms.costs(retrofit_arms.own(made))
+    whole = arms_lib.expected_costs(made, "softmax-flop:mos-8", 50)
+    assert whole == arms_lib.costs(arms_lib.own(made))
 
 
 @pytest.mark.parametrize(
@@ -546,13 +538,13 @@ def test_an_arm_that_there_is_not_is_refused(tmp_path, name):
 def test_models_that_others_cannot_start_from_are_refused():
     capped = heads.softcap(3.0).activation({})
     with pytest.raises(ValueError, match="no softmax"):
-        retrofit_data.make(make_capture(activation=capped))
+        data.make(make_capture(activation=capped))
     with pytest.raises(ValueError, match="no labels_T"):
-        retrofit_data.make(make_capture(labels=None))
+        data.make(make_capture(labels=None))
     with pytest.raises(ValueError, match="mean square is 0"):
-        retrofit_data.make(make_capture(hidden=np.zeros((STATES, DIM), np.float32)))
+        data.make(make_capture(hidden=np.zeros((STATES, DIM), np.float32)))
     with pytest.raises(ValueError, match=r"width must lie in \[1, 6\], got 7"):
-        retrofit_arms.start(retrofit_data.make(make_capture()), "moc-2", 7, 0)
+        arms_lib.start(data.make(make_capture()), "moc-2", 7, 0)
 
 
 @pytest.mark.slow

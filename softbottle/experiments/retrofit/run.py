@@ -1,9 +1,9 @@
 """Other heads on a model that exists: what do they gain over its own?
 
 A pretrained model's states along a text are computed once (analysis/sources/trunk.py)
-and heads are trained on them (retrofit_arms.py, retrofit_trial.py): the trunk is
-frozen. A finished run is a line of `retrofit.jsonl`; the file alone says what is left
-to do, on any machine. A line has
+and heads are trained on them (arms.py, trial.py): the trunk is frozen. A finished run
+is a line of `retrofit.jsonl`; the file alone says what is left to do, on any machine. A
+line has
 
     arm, asked_width, width      the arm, the table's width that was asked for (null is
                       as wide as the states) and that it has
@@ -17,7 +17,7 @@ to do, on any machine. A line has
     regions, kl_regions          loss and KL of stretches of the held-out text
     rank, effective_rank, rank_positions    of log P on some of the held-out text
     prior, responsibilities, and their entropies    mean by component, largest first
-    parameters, table_bytes, flop           of the head (retrofit_arms.Costs)
+    parameters, table_bytes, flop           of the head (arms.Costs)
     step_ms, seconds  median per step; of all steps, without compilation
     elapsed           wall seconds with compilation and evaluation
     objective, freeze, batch, steps, compute_dtype, device, jax
@@ -44,19 +44,13 @@ import numpy as np
 
 from softbottle import files
 from softbottle.analysis.capture import Capture
-from softbottle.experiments import (
-    processes,
-    retrofit_arms,
-    retrofit_data,
-    retrofit_plot,
-    retrofit_report,
-    retrofit_scores,
-    retrofit_trial,
-)
+from softbottle.experiments import processes
 from softbottle.experiments import rows as rows_lib
-from softbottle.experiments.retrofit_arms import OWN, SOFTMAX, Start
-from softbottle.experiments.retrofit_data import Problem
-from softbottle.experiments.retrofit_trial import Training
+from softbottle.experiments.retrofit import arms as arms_lib
+from softbottle.experiments.retrofit import data, plot, report, scores, trial
+from softbottle.experiments.retrofit.arms import OWN, SOFTMAX, Start
+from softbottle.experiments.retrofit.data import Problem
+from softbottle.experiments.retrofit.trial import Training
 
 Row = dict[str, Any]
 ROWS = "retrofit.jsonl"
@@ -86,13 +80,13 @@ class Grid(NamedTuple):
     """What is compared.
 
     Attributes:
-        arms: names of retrofit_arms.
+        arms: names of arms.py.
         widths: of the table; None is as wide as the states.
         rates: learning rates of every arm.
         seeds: how many.
     """
 
-    arms: Sequence[str] = retrofit_arms.FULL
+    arms: Sequence[str] = arms_lib.FULL
     widths: Sequence[int | None] = (None,)
     rates: Sequence[float] = (1e-3,)
     seeds: int = 2
@@ -138,7 +132,7 @@ def run(
         ValueError: for an arm that there is not, states that cannot be used, or rows of
             other settings.
     """
-    problem = retrofit_data.make(capture, heldout, digest)
+    problem = data.make(capture, heldout, digest)
     return compare(problem, workdir, grid, training, frozen(problem), minutes)
 
 
@@ -146,11 +140,11 @@ def frozen(problem: Problem) -> Fit:
     """How a head is trained on states that stay as they are."""
 
     def fit(begun, training, seed, deadline):
-        fitted = retrofit_trial.fit(problem, begun, training, seed, deadline)
+        fitted = trial.fit(problem, begun, training, seed, deadline)
         if fitted is None:
             return None
         made, told = fitted
-        return Result(made, told | retrofit_scores.outcome(problem, made, training))
+        return Result(made, told | scores.outcome(problem, made, training))
 
     return fit
 
@@ -189,7 +183,7 @@ def compare(
         rows_lib.check(path, _key(row), row, mark)
     for key in plan(grid, training, rows):
         if key.arm != OWN:
-            retrofit_arms.expected_costs(problem, key.arm, key.width)
+            arms_lib.expected_costs(problem, key.arm, key.width)
     workdir.mkdir(parents=True, exist_ok=True)
     shared = training._asdict() | {"trunk_rate": trunk_rate, "fingerprint": mark}
     shared |= {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
@@ -221,27 +215,26 @@ def compare(
 
     processes.one_by_one(minutes, broken, choose, do)
     left = [str(key) for key in missing(grid, training, rows)]
-    print(retrofit_report.write(workdir, problem, rows, left))
-    if found := retrofit_report.points(rows):
-        retrofit_plot.costs(found).save(workdir / "retrofit.png")
-        retrofit_plot.frequencies(found).save(workdir / "retrofit-words.png")
+    print(report.write(workdir, problem, rows, left))
+    if found := report.points(rows):
+        plot.costs(found).save(workdir / "retrofit.png")
+        plot.frequencies(found).save(workdir / "retrofit-words.png")
     return rows
 
 
 def check(grid: Grid, training: Training) -> None:
     """Raise ValueError for arms and settings that there are not."""
     for name in grid.arms:
-        retrofit_arms.check(name)
+        arms_lib.check(name)
     if grid.seeds < 1 or not grid.rates or min(grid.rates) <= 0:
         raise ValueError("at least one seed, and rates above 0, are needed.")
-    if training.objective not in retrofit_trial.OBJECTIVES:
+    if training.objective not in trial.OBJECTIVES:
         raise ValueError(
-            f"objective must be one of {retrofit_trial.OBJECTIVES}, got "
-            f"{training.objective!r}."
+            f"objective must be one of {trial.OBJECTIVES}, got {training.objective!r}."
         )
-    if training.freeze not in retrofit_trial.FROZEN:
+    if training.freeze not in trial.FROZEN:
         raise ValueError(
-            f"freeze must be one of {retrofit_trial.FROZEN}, got {training.freeze!r}."
+            f"freeze must be one of {trial.FROZEN}, got {training.freeze!r}."
         )
 
 
@@ -258,7 +251,7 @@ def plan(grid: Grid, training: Training, rows: Sequence[Row]) -> list[Key]:
     keys = [own, *(Key(*case, rate, 0) for rate in grid.rates for case in cases)]
     for seed in range(1, grid.seeds):
         for case in cases:
-            rate = retrofit_report.best_rate(rows, *case)
+            rate = report.best_rate(rows, *case)
             keys.append(Key(*case, grid.rates[0] if rate is None else rate, seed))
     return keys
 
@@ -298,11 +291,11 @@ def save(path: pathlib.Path, problem: Problem, made: Start) -> None:
 def _row(problem, key, training, fit, deadline, folder):
     """What a run came to; nothing if it was not ready in time."""
     if key.arm == OWN:
-        own = retrofit_arms.own(problem)
-        return retrofit_scores.outcome(problem, own, training) | {"steps": 0}
-    begun = retrofit_arms.start(problem, key.arm, key.width, key.seed)
+        own = arms_lib.own(problem)
+        return scores.outcome(problem, own, training) | {"steps": 0}
+    begun = arms_lib.start(problem, key.arm, key.width, key.seed)
     options, batch = training.options, training.batch
-    first = retrofit_scores.evaluate(problem, begun, problem.heldout, batch, options)
+    first = scores.evaluate(problem, begun, problem.heldout, batch, options)
     count = first.tokens_N.sum()
     result = fit(begun, training._replace(rate=key.rate), key.seed, deadline)
     if result is None:
@@ -325,6 +318,6 @@ def _expected(problem, key, rows):
     ended = [row for row in rows if "failed" not in row and row["arm"] != OWN]
     if key.arm == OWN or not ended:
         return 0.0
-    flop = retrofit_arms.expected_costs(problem, key.arm, key.width).flop
+    flop = arms_lib.expected_costs(problem, key.arm, key.width).flop
     nearest = min(ended[::-1], key=lambda row: abs(math.log(row["flop"] / flop)))
     return nearest["elapsed"] * max(1.0, flop / nearest["flop"])

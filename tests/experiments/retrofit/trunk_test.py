@@ -10,13 +10,10 @@ from scipy import special
 
 from softbottle.analysis.capture import Capture
 from softbottle.analysis.sources import trunk
-from softbottle.experiments import (
-    retrofit,
-    retrofit_arms,
-    retrofit_data,
-    retrofit_trunk,
-)
-from softbottle.experiments.retrofit_trial import Training
+from softbottle.experiments.retrofit import arms, data
+from softbottle.experiments.retrofit import run as retrofit
+from softbottle.experiments.retrofit.trial import Training
+from softbottle.experiments.retrofit.trunk import Tuner
 from tests import commands
 from tests.analysis.sources import pretrained_test as tiny
 
@@ -82,11 +79,11 @@ def test_the_gradient_is_that_of_a_model_of_pytorch_alone(name, tied, tmp_path):
     model, text, ids = make(tmp_path, name, tie_word_embeddings=tied)
     pretrained, encoded = load(tmp_path, text)
     stored = trunk.keep(pretrained, encoded, tmp_path / "states")
-    problem = retrofit_data.make(stored.train, stored.heldout)
-    tuner = retrofit_trunk.Tuner(pretrained, encoded, problem, 1e-3)
+    problem = data.make(stored.train, stored.heldout)
+    tuner = Tuner(pretrained, encoded, problem, 1e-3)
     windows = ids[: 3 * WINDOW].reshape(3, WINDOW)
     labels = ids[1 : 3 * WINDOW + 1].reshape(3, WINDOW)
-    begun = retrofit_arms.start(problem, "mos-2", None, 0)
+    begun = arms.start(problem, "mos-2", None, 0)
     found = tuner.backward(begun, windows, labels)
     front = np.ones((3, 1), int)
     logits = model(torch.tensor(np.concatenate([front, windows], axis=1))).logits
@@ -110,8 +107,8 @@ def test_the_trunk_learns_with_the_head_and_is_given_back(tmp_path):
     _, text, _ = make(tmp_path)
     pretrained, encoded = load(tmp_path, text)
     stored = trunk.keep(pretrained, encoded, tmp_path / "states")
-    problem = retrofit_data.make(stored.train, stored.heldout)
-    tuner = retrofit_trunk.Tuner(pretrained, encoded, problem, 3e-3)
+    problem = data.make(stored.train, stored.heldout)
+    tuner = Tuner(pretrained, encoded, problem, 3e-3)
     before = {
         name: tensor.clone() for name, tensor in pretrained.module.state_dict().items()
     }
@@ -134,9 +131,9 @@ def test_a_factor_of_the_logits_is_kept_in_the_table_and_not_trained(tmp_path):
     _, text, _ = make(tmp_path, "Granite")
     pretrained, encoded = load(tmp_path, text)
     stored = trunk.keep(pretrained, encoded, tmp_path / "states")
-    problem = retrofit_data.make(stored.train, stored.heldout)
+    problem = data.make(stored.train, stored.heldout)
     with pytest.raises(ValueError, match="multiplies its logits by a constant"):
-        retrofit_trunk.Tuner(pretrained, encoded, problem, 1e-3)
+        Tuner(pretrained, encoded, problem, 1e-3)
 
 
 @pytest.mark.slow

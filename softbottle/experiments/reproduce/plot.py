@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from softbottle import drawing
-from softbottle.experiments import reproduce_published
-from softbottle.experiments.reproduce_plan import Plan, Unit
-from softbottle.experiments.reproduce_tables import BY_COMPONENTS
+from softbottle.experiments.reproduce import published as published_lib
+from softbottle.experiments.reproduce.plan import Plan, Unit
+from softbottle.experiments.reproduce.tables import BY_COMPONENTS
 from softbottle.training import metrics
 
 Row = dict[str, Any]
@@ -162,9 +162,7 @@ def _published(plan, line):
     found = {}
     for head in (head for head in plan.heads if head in BY_COMPONENTS):
         count = _config(plan, head).head.components
-        for value, source in reproduce_published.find(
-            plan.table.published, head, line.key
-        ):
+        for value, source in published_lib.find(plan.table.published, head, line.key):
             number = float(value.split()[0].replace(",", ""))
             found.setdefault(source, []).append((count, number))
     return {source: points for source, points in found.items() if len(points) > 1}

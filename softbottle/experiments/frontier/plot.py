@@ -18,8 +18,8 @@ import numpy as np
 from matplotlib.lines import Line2D
 
 from softbottle import drawing
-from softbottle.experiments import frontier_report
-from softbottle.experiments.frontier_arms import SOFTMAX
+from softbottle.experiments.frontier import report
+from softbottle.experiments.frontier.arms import SOFTMAX
 
 Place = tuple[float, float]
 
@@ -38,7 +38,7 @@ _ANGLES = math.pi * (0.25 + np.arange(16) / 8)
 
 def draw(rows: Sequence[dict[str, Any]]) -> drawing.Figure:
     """Perplexity by seconds, parameters and memory, and by the words' frequency."""
-    found = frontier_report.points(rows)
+    found = report.points(rows)
     figure = drawing.Figure(figsize=(14, 11))
     matplotlib.backends.backend_agg.FigureCanvasAgg(figure)
     panels = figure.subplots(2, 2)
@@ -55,7 +55,7 @@ def cover(rows: Sequence[dict[str, Any]]) -> drawing.Figure:
     Every point has its arm's name, or, of many points, those on the line alone: all
     others have their head's color.
     """
-    found = sorted(frontier_report.points(rows), key=lambda point: -point.perplexity)
+    found = sorted(report.points(rows), key=lambda point: -point.perplexity)
     figure = drawing.Figure(figsize=(9, 3.9))
     matplotlib.backends.backend_agg.FigureCanvasAgg(figure)
     panels = figure.subplots(1, 2, sharey=True)
@@ -72,10 +72,10 @@ def cover(rows: Sequence[dict[str, Any]]) -> drawing.Figure:
 
 def by_setting(rows: Sequence[dict[str, Any]], field: str) -> drawing.Figure | None:
     """Perplexity by a field of `Setting`; None if no arm has had several values."""
-    tried = frontier_report.by_setting(rows, field)
+    tried = report.by_setting(rows, field)
     if not tried:
         return None
-    found = {point.arm: point for point in frontier_report.points(rows)}
+    found = {point.arm: point for point in report.points(rows)}
     figure = drawing.Figure(figsize=(7, 4))
     axes = figure.subplots()
     values = sorted(set().union(*tried.values()))
@@ -96,7 +96,7 @@ def by_setting(rows: Sequence[dict[str, Any]], field: str) -> drawing.Figure | N
         )
     axes.set_xscale("log", base=2)
     axes.set_xticks(values, [f"{value:g}" for value in values])
-    axes.set(xlabel=frontier_report.SETTINGS[field], ylabel="test perplexity")
+    axes.set(xlabel=report.SETTINGS[field], ylabel="test perplexity")
     drawing.label(axes)
     return figure
 

@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from softbottle import files
-from softbottle.experiments import reproduce_plot, reproduce_published
 from softbottle.experiments import rows as rows_lib
-from softbottle.experiments.reproduce_plan import Plan, Unit
+from softbottle.experiments.reproduce import plot
+from softbottle.experiments.reproduce import published as published_lib
+from softbottle.experiments.reproduce.plan import Plan, Unit
 from softbottle.training import checkpoint, metrics
 
 Row = dict[str, Any]
@@ -42,13 +43,13 @@ def write(
     table = numbers(plan, rows)
     partial = ": partial" if queue else ""
     text = [f"# {plan.table.title}{partial}", "", *_setting(plan, rows), "", table, ""]
-    if shown := reproduce_plot.panels(plan, rows):
+    if shown := plot.panels(plan, rows):
         picture = f"{plan.grid.table}.png"
-        reproduce_plot.draw(shown).save(workdir / picture)
+        plot.draw(shown).save(workdir / picture)
         text += [f"![By the components of the mixture]({picture})", ""]
     if trained := _runs(plan, rows):
         text += ["## Runs", "", trained, ""]
-    if (figure := reproduce_plot.curves(plan, rows)) is not None:
+    if (figure := plot.curves(plan, rows)) is not None:
         picture = f"{plan.grid.table}-curves.png"
         figure.save(workdir / picture)
         text += [f"![Validation perplexity along the trainings]({picture})", ""]
@@ -72,7 +73,7 @@ def numbers(plan: Plan, rows: Mapping[Unit, Row]) -> str:
     sources: dict[str, int] = {}
     for head in plan.heads:
         for line in plan.table.lines:
-            published = reproduce_published.find(plan.table.published, head, line.key)
+            published = published_lib.find(plan.table.published, head, line.key)
             cited = [
                 f"{value} [{sources.setdefault(source, len(sources) + 1)}]"
                 for value, source in published

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import optax
 
 from softbottle import heads
-from softbottle.experiments import retrofit_arms, retrofit_data
-from softbottle.experiments.retrofit_arms import Start
-from softbottle.experiments.retrofit_data import Problem
+from softbottle.experiments.retrofit import arms, data
+from softbottle.experiments.retrofit.arms import Start
+from softbottle.experiments.retrofit.data import Problem
 from softbottle.ops import Options
 from softbottle.training.metrics import NonFiniteLossError
 
@@ -147,10 +147,10 @@ def fit(
     shared = {"head": begun.head, "training": training._replace(rate=0.0)}
     # Copied: the steps reuse the memory of what they are given.
     state = jax.tree.map(jnp.copy, learned), optimizer(training).init(learned)
-    arrays = begun[1:], retrofit_arms.own(problem)[1:]
+    arrays = begun[1:], arms.own(problem)[1:]
     marks: list[tuple[int, float]] = []
     losses: list[jax.Array] = []
-    walk = retrofit_data.batches(problem.train, training.batch, training.steps, seed)
+    walk = data.batches(problem.train, training.batch, training.steps, seed)
     for number, (hidden_TD, labels_T) in enumerate(walk, 1):
         batch = hidden_TD, labels_T
         state, value = _step(state, training.rate, arrays, *batch, **shared)

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from softbottle import config as config_lib
 from softbottle.data import corpus as corpus_lib
 from softbottle.data import lines
-from softbottle.experiments import frontier_arms
-from softbottle.experiments.reproduce_tables import HEADS, TABLES, Stage, check_heads
+from softbottle.experiments.frontier.arms import fingerprint
+from softbottle.experiments.reproduce.tables import HEADS, TABLES, Stage, check_heads
 
 Row = dict[str, Any]
 Load = Callable[[str], config_lib.Config]
@@ -123,7 +123,7 @@ class Plan:
         return self._configs[unit]
 
     def task(self, unit: Unit) -> Row:
-        """What reproduce_stage.py is to do."""
+        """What stage.py is to do."""
         stage, start = self.stage(unit), self.start(unit)
         task: Row = {"measure": stage.measure}
         if stage.config is not None:
@@ -143,7 +143,7 @@ class Plan:
         if stage.config is not None:
             config = self.config(unit)
             text = self._text(config)[0] if stage.measure is None else {}
-            parts += [frontier_arms.fingerprint(config, text), config.train.epochs]
+            parts += [fingerprint(config, text), config.train.epochs]
             parts.append(config.train.stop_patience)
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 

@@ -14,10 +14,10 @@ from softbottle import heads
 from softbottle.analysis.capture import enough
 from softbottle.analysis.instruments import rank
 from softbottle.data.frequency import DECILES
-from softbottle.experiments import retrofit_arms, retrofit_data
-from softbottle.experiments.retrofit_arms import Start
-from softbottle.experiments.retrofit_data import Problem, Rows
-from softbottle.experiments.retrofit_trial import Training
+from softbottle.experiments.retrofit import arms, data
+from softbottle.experiments.retrofit.arms import Start
+from softbottle.experiments.retrofit.data import Problem, Rows
+from softbottle.experiments.retrofit.trial import Training
 from softbottle.ops import Options
 
 REGIONS = 32  # of the held-out text, whose losses are kept
@@ -63,7 +63,7 @@ def evaluate(
         options: of both heads.
         own_rows: what the model's own head reads, if the trunk is no longer its own.
     """
-    arrays = made[1:], retrofit_arms.own(problem)[1:]
+    arrays = made[1:], arms.own(problem)[1:]
     decile_V = jnp.asarray(problem.decile_V)
     shared = {"head": made.head, "options": options}
 
@@ -83,12 +83,12 @@ def evaluate(
 
 def _batches(rows, own_rows, batch):
     """What a head reads of a text, and the states that the model's own head reads."""
-    walk = retrofit_data.in_order(rows, batch)
+    walk = data.in_order(rows, batch)
     if own_rows is None or own_rows is rows:
         for tokens in walk:
             yield tokens, tokens[0]
     else:
-        both = zip(walk, retrofit_data.in_order(own_rows, batch), strict=True)
+        both = zip(walk, data.in_order(own_rows, batch), strict=True)
         for tokens, (own_TD, *_) in both:
             yield tokens, own_TD
 
@@ -120,7 +120,7 @@ def outcome(
     valid = evaluate(problem, made, read.valid, *how, problem.valid)
     sums = evaluate(problem, made, read.heldout, *how, problem.heldout)
     count = sums.tokens_N.sum()
-    costs = retrofit_arms.costs(made)
+    costs = arms.costs(made)
     words_N = np.bincount(problem.decile_V, minlength=DECILES)
     found = {
         "valid": _lowered(valid, training),

@@ -24,8 +24,8 @@ import numpy as np
 
 from softbottle import files
 from softbottle.experiments import rows as rows_lib
-from softbottle.experiments.retrofit_arms import OWN, SOFTMAX
-from softbottle.experiments.retrofit_data import Problem
+from softbottle.experiments.retrofit.arms import OWN, SOFTMAX
+from softbottle.experiments.retrofit.data import Problem
 
 Row = dict[str, Any]
 EFFECT, DEVIATIONS = -0.01, 3.0

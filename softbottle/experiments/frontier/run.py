@@ -1,9 +1,9 @@
 """Heads by what they cost: perplexity against time, parameters and memory.
 
-Every arm (frontier_arms.py) with every setting, a learning rate, a gain and a rate of
-the word tables, is an ordinary run in a folder of its own (frontier_trial.py). A
-finished run is a line of `frontier.jsonl` and its folder is deleted: the file alone
-says what is left to do, on any machine. A line has
+Every arm (arms.py) with every setting, a learning rate, a gain and a rate of the word
+tables, is an ordinary run in a folder of its own (trial.py). A finished run is a line
+of `frontier.jsonl` and its folder is deleted: the file alone says what is left to do,
+on any machine. A line has
 
     arm, head, learning_rate, seed, parameters, steps
     gain              of the states, model.gain; 1 where a line has none
@@ -46,15 +46,19 @@ from typing import Any, NamedTuple
 from softbottle import config as config_lib
 from softbottle.data import corpus as corpus_lib
 from softbottle.data import lines
-from softbottle.experiments import (
-    frontier_arms,
-    frontier_plot,
-    frontier_report,
-    frontier_trial,
-    processes,
-)
+from softbottle.experiments import processes
 from softbottle.experiments import rows as rows_lib
-from softbottle.experiments.frontier_arms import ARMS, Key, Setting, Variant, Variants
+from softbottle.experiments.frontier import plot, trial
+from softbottle.experiments.frontier import report as report_lib
+from softbottle.experiments.frontier.arms import (
+    ARMS,
+    SEVERAL_SEEDS,
+    Key,
+    Setting,
+    Variant,
+    Variants,
+    check_names,
+)
 from softbottle.training import lock, metrics
 
 Row = dict[str, Any]
@@ -65,9 +69,9 @@ class Grid(NamedTuple):
     """What is to be compared.
 
     Attributes:
-        arms: names of frontier_arms.ARMS.
+        arms: names of arms.ARMS.
         rates: learning rates of every arm.
-        seeds: the first for all, the others for `frontier_arms.SEVERAL_SEEDS`.
+        seeds: the first for all, the others for `arms.SEVERAL_SEEDS`.
         gains: values of `model.gain` for every arm; None for the config's alone.
         table_rates: learning rates of the word tables over those of all else, for
             every arm; None for the config's alone.
@@ -92,9 +96,9 @@ def plan(grid: Grid, rows: Sequence[Row]) -> list[Key]:
     settings = [Setting(rate, *values) for rate in grid.rates for values in more]
     keys = [_with(arm, setting, seed) for setting in settings for arm in arms]
     for other in others:
-        for arm in frontier_arms.SEVERAL_SEEDS:
+        for arm in SEVERAL_SEEDS:
             if arm in arms:
-                best = frontier_report.best_setting(rows, arm) or settings[0]
+                best = report_lib.best_setting(rows, arm) or settings[0]
                 keys.append(_with(arm, best, other))
     return keys
 
@@ -150,7 +154,7 @@ def run(
             refused, as one that was begun with other settings is.
     """
     workdir, rows = pathlib.Path(workdir), read(workdir)
-    frontier_arms.check_names(grid.arms)
+    check_names(grid.arms)
     if grid.gains is None:
         grid = grid._replace(gains=[config.model.gain])
     if grid.table_rates is None:
@@ -177,8 +181,8 @@ def run(
     def do(key, seconds):
         variant, folder = variants.make(*key), workdir / str(key)
         values, began = config_lib.to_dict(variant.config), time.monotonic()
-        status = frontier_trial.supervise(values, folder, vocab, seconds)
-        outcome = frontier_trial.outcome(folder)
+        status = trial.supervise(values, folder, vocab, seconds)
+        outcome = trial.outcome(folder)
         if outcome is None:
             return status
         if "refused" in outcome:
@@ -188,7 +192,7 @@ def run(
             outcome |= {"seconds": None, "step_ms": None}
         rows.append(_row(key, variant, outcome, spent))
         rows_lib.write(workdir / _ROWS, rows)
-        frontier_report.write_table(workdir, rows, _named(grid, rows, broken))
+        report_lib.write_table(workdir, rows, _named(grid, rows, broken))
         if not keep:
             shutil.rmtree(folder)
         return None
@@ -227,15 +231,15 @@ def report(
     workdir, rows = pathlib.Path(workdir), read(workdir)
     named = _named(grid, rows, broken or {})
     if rows:
-        print(frontier_report.write_table(workdir, rows, named))
-        frontier_plot.draw(rows).save(workdir / "frontier.png")
-        frontier_plot.cover(rows).save(workdir / "frontier-cover.png")
+        print(report_lib.write_table(workdir, rows, named))
+        plot.draw(rows).save(workdir / "frontier.png")
+        plot.cover(rows).save(workdir / "frontier-cover.png")
         for field in ("gain", "table_rate"):
-            if (tried := frontier_plot.by_setting(rows, field)) is not None:
+            if (tried := plot.by_setting(rows, field)) is not None:
                 tried.save(workdir / f"frontier-{field.replace('_', '-')}.png")
     else:
         print("no run is finished yet.")
-    for line in frontier_report.gaps(named):
+    for line in report_lib.gaps(named):
         print(f"missing: {line}")
 
 
@@ -273,7 +277,7 @@ def _row(key: Key, variant: Variant, outcome: Row, spent: float) -> Row:
 
 
 def _key(row):
-    return _with(row["arm"], frontier_report.setting(row), row["seed"])
+    return _with(row["arm"], report_lib.setting(row), row["seed"])
 
 
 def _with(arm: str, setting: Setting, seed: int) -> Key:
@@ -291,8 +295,9 @@ def _expected(key, variant, rows, workdir):
     else:
         nearest = min(ended, key=lambda row: abs(math.log(row["flop"] / variant.flop)))
         seconds = nearest["elapsed"] * variant.flop / nearest["flop"]
-    lines = metrics.read(workdir / str(key))
-    return seconds * (1 - lines[-1]["step"] / variant.steps) if lines else seconds
+    recorded = metrics.read(workdir / str(key))
+    done = recorded[-1]["step"] / variant.steps if recorded else 0.0
+    return seconds * (1 - done)
 
 
 def _told(seconds):

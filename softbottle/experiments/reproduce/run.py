@@ -1,8 +1,7 @@
 """The papers' tables: one command each, that can be stopped anywhere and goes on.
 
-A table is a list of stages for each head and seed (reproduce_tables.py). Each has a
-process of its own (reproduce_stage.py), and what it came to is a line of
-`reproduce.jsonl`:
+A table is a list of stages for each head and seed (tables.py). Each has a process of
+its own (stage.py), and what it came to is a line of `reproduce.jsonl`:
 
     head, seed, stage, fingerprint
     begun             of a training that is under way or was cut short; nothing more
@@ -24,10 +23,11 @@ import json
 import pathlib
 from typing import Any
 
-from softbottle.experiments import processes, reproduce_report, reproduce_stage
+from softbottle.experiments import processes
 from softbottle.experiments import rows as rows_lib
-from softbottle.experiments.reproduce_plan import Grid, Load, Plan, Unit
-from softbottle.experiments.reproduce_tables import TABLES
+from softbottle.experiments.reproduce import report, stage
+from softbottle.experiments.reproduce.plan import Grid, Load, Plan, Unit
+from softbottle.experiments.reproduce.tables import TABLES
 from softbottle.training import checkpoint, lock
 
 Row = dict[str, Any]
@@ -104,12 +104,12 @@ def _finish(plan, workdir, rows, minutes, as_is, untimed):
             row |= {"seconds": None, "step_ms": None}
         rows[unit] = row
         rows_lib.write(workdir / _ROWS, rows.values())
-        reproduce_report.write(plan, workdir, rows, left(plan, rows), broken)
+        report.write(plan, workdir, rows, left(plan, rows), broken)
         return None
 
     processes.one_by_one(minutes, broken, choose, do)
     queue = left(plan, rows)
-    print(reproduce_report.write(plan, workdir, rows, queue, broken))
+    print(report.write(plan, workdir, rows, queue, broken))
     if queue:
         print("left: " + ", ".join(map(str, queue)))
     if cut := [unit for unit in left(plan, rows, True) if _was_cut(plan, rows, unit)]:
@@ -188,10 +188,10 @@ def _row(plan, workdir, rows, unit, seconds):
     elif start is not None:
         row["complete"] = _ended(rows.get(start))
         if not row["complete"]:
-            row["progress"] = reproduce_report.progress(plan, start)
+            row["progress"] = report.progress(plan, start)
     path = workdir / _OUTCOME
     path.unlink(missing_ok=True)
-    status = reproduce_stage.supervise(plan.task(unit), path, seconds)
+    status = stage.supervise(plan.task(unit), path, seconds)
     if not path.exists():
         return None, status
     outcome = json.loads(path.read_text())

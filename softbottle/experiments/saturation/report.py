@@ -8,8 +8,8 @@ import numpy as np
 
 from softbottle import files
 from softbottle.experiments import rows as rows_lib
-from softbottle.experiments import saturation, saturation_plot
-from softbottle.experiments.saturation import Course
+from softbottle.experiments.saturation import plot
+from softbottle.experiments.saturation.run import FILE, Course, courses, key
 
 SOFTMAX = "softmax"
 
@@ -24,14 +24,14 @@ def write(workdir: pathlib.Path | str) -> str:
         ValueError: if there are no rows, or a line is none.
     """
     workdir = pathlib.Path(workdir)
-    rows = rows_lib.read(workdir / saturation.FILE, saturation.key)
+    rows = rows_lib.read(workdir / FILE, key)
     if not rows:
-        raise ValueError(f"{workdir / saturation.FILE} has no rows: give a --run.")
-    found = saturation.courses(rows)
+        raise ValueError(f"{workdir / FILE} has no rows: give a --run.")
+    found = courses(rows)
     listed = "\n".join(f"- {sentence}" for sentence in decisions(found))
     text = f"{table(found)}\n\n{listed}\n"
     files.replace(workdir / "saturation.md", f"# Along the training\n\n{text}")
-    saturation_plot.draw(found).save(workdir / "saturation.png")
+    plot.draw(found).save(workdir / "saturation.png")
     return text
 
 

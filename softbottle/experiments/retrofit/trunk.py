@@ -25,12 +25,12 @@ import numpy as np
 from softbottle.analysis.capture import Tokens
 from softbottle.analysis.sources import states, trunk
 from softbottle.analysis.sources.pretrained import Pretrained
-from softbottle.experiments import retrofit_data, retrofit_scores, retrofit_trial
-from softbottle.experiments.retrofit import Result
-from softbottle.experiments.retrofit_arms import Start
-from softbottle.experiments.retrofit_data import Problem, Rows
-from softbottle.experiments.retrofit_scores import Heldout
-from softbottle.experiments.retrofit_trial import Training
+from softbottle.experiments.retrofit import data, trial
+from softbottle.experiments.retrofit.arms import Start
+from softbottle.experiments.retrofit.data import Problem, Rows
+from softbottle.experiments.retrofit.run import Result
+from softbottle.experiments.retrofit.scores import Heldout, outcome
+from softbottle.experiments.retrofit.trial import Training
 from softbottle.training.metrics import NonFiniteLossError
 
 _CHECK = 20  # steps between two looks at the loss and the clock
@@ -87,7 +87,7 @@ class Tuner:
     def fit(
         self, begun: Start, training: Training, seed: int, deadline: float = math.inf
     ) -> Result | None:
-        """Train head and trunk from the model as it was; see `retrofit_trial.fit`.
+        """Train head and trunk from the model as it was; see `trial.fit`.
 
         Raises:
             NonFiniteLossError: if the loss is lost.
@@ -104,8 +104,8 @@ class Tuner:
 
     def _fit(self, torch, module, begun, training, seed, deadline):
         adam = torch.optim.Adam(module.parameters(), lr=self._rate)
-        schedule = retrofit_trial.schedule(training)
-        tx = retrofit_trial.optimizer(training)
+        schedule = trial.schedule(training)
+        tx = trial.optimizer(training)
         params, marks, losses = begun.params, [], []
         opt_state = tx.init(params)
         for number, windows in enumerate(self._batches(training, seed), 1):
@@ -129,13 +129,13 @@ class Tuner:
             if marks[-1][1] > deadline and number < training.steps:
                 return None
         made = self._made(begun._replace(params=params))
-        step_ms = retrofit_trial.step_time(marks)
+        step_ms = trial.step_time(marks)
         told = {
             "step_ms": step_ms,
             "seconds": None if step_ms is None else training.steps * step_ms / 1e3,
             "train_loss": float(jnp.mean(jnp.stack(losses[-_CHECK:]))),
         }
-        scores = retrofit_scores.outcome(self._problem, made, training, self._heldout())
+        scores = outcome(self._problem, made, training, self._heldout())
         return Result(made, told | scores)
 
     def backward(
@@ -216,7 +216,7 @@ class Tuner:
             for at in range(0, len(windows_WS), 8):
                 parts.append(trunk.to_numpy(self._hidden(windows_WS[at : at + 8])))
         labels_N = self._place_V[labels_WS.reshape(-1)]
-        both = retrofit_data.halves([Tokens(np.concatenate(parts), labels_N)])
+        both = data.halves([Tokens(np.concatenate(parts), labels_N)])
         scale = self._problem.train.scale
         return Heldout(*(Rows(half, scale) for half in both))
 
@@ -235,4 +235,4 @@ def _gradients(params, table_VD, bias_V, hidden_TD, labels_T, order_V, scale, *,
 
 @functools.partial(jax.jit, static_argnames="training")
 def _update(params, opt_state, grads, rate, *, training):
-    return retrofit_trial.updated(params, opt_state, grads, rate, training)
+    return trial.updated(params, opt_state, grads, rate, training)

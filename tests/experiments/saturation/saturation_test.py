@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from softbottle.experiments import rows as rows_lib
-from softbottle.experiments import saturation, saturation_report
+from softbottle.experiments.saturation import report
+from softbottle.experiments.saturation import run as saturation
 from softbottle.training import evaluate, loop, state
 from tests import tiny
 
@@ -39,7 +40,7 @@ def make_row(head="softmax()", width=32, seed=0, low=400, training=400, end=400)
 
 
 def decide(*rows):
-    return saturation_report.decisions(saturation.courses(rows))
+    return report.decisions(saturation.courses(rows))
 
 
 def test_a_training_loss_is_the_mean_since_the_checkpoint_before():
@@ -81,7 +82,7 @@ def test_a_last_checkpoint_right_behind_another_has_the_training_loss_before_it(
     row["training"] = [[at, loss] for at, loss in row["training"] if at <= before]
     (course,) = saturation.courses([row])
     assert course.step_M[-1] == last and np.isnan(course.training_M[-1])
-    cells = saturation_report.table([course]).splitlines()[-1].split(" | ")
+    cells = report.table([course]).splitlines()[-1].split(" | ")
     assert float(cells[8]) == pytest.approx(course.training_M[-2], abs=1e-4)
 
 
@@ -97,7 +98,7 @@ def test_the_report_has_a_line_per_run_and_a_picture(tmp_path):
     for row in (make_row(low=150), make_row("mos(4)", seed=1), make_row(low=150)):
         saturation.add(tmp_path, row)
     assert len(rows_lib.read(tmp_path / saturation.FILE, saturation.key)) == 2
-    text = saturation_report.write(tmp_path)
+    text = report.write(tmp_path)
     lines = text.splitlines()
     assert [line.split(" | ")[1] for line in lines[2:4]] == ["`mos(4)`", "`softmax()`"]
     assert {line.count("|") for line in lines[:4]} == {lines[0].count("|")}
@@ -106,7 +107,7 @@ def test_the_report_has_a_line_per_run_and_a_picture(tmp_path):
     assert lines[2].split(" | ")[9] == "no"
     assert (tmp_path / "saturation.png").stat().st_size > 10_000
     with pytest.raises(ValueError, match="no rows"):
-        saturation_report.write(tmp_path / "none")
+        report.write(tmp_path / "none")
 
 
 def test_a_run_of_other_settings_does_not_replace_one(tmp_path):

@@ -14,7 +14,7 @@ from typing import Any
 
 from softbottle import files
 from softbottle.experiments import rows as rows_lib
-from softbottle.experiments.frontier_arms import ARMS, REFERENCE, SOFTMAX, Key, Setting
+from softbottle.experiments.frontier.arms import ARMS, REFERENCE, SOFTMAX, Key, Setting
 
 Row = dict[str, Any]
 # Budgets of time over the softmax's, each of which has a recommendation.

@@ -8,9 +8,9 @@ import matplotlib.ticker
 import numpy as np
 
 from softbottle import drawing
-from softbottle.experiments import frontier_plot
-from softbottle.experiments.retrofit_arms import OWN, SOFTMAX
-from softbottle.experiments.retrofit_report import Point
+from softbottle.experiments.frontier.plot import name_points
+from softbottle.experiments.retrofit.arms import OWN, SOFTMAX
+from softbottle.experiments.retrofit.report import Point
 
 # Titles; the field of a row and the unit that it is drawn in.
 _COSTS = {
@@ -55,7 +55,7 @@ def costs(found: Sequence[Point]) -> drawing.Figure:
     figure.draw_without_rendering()
     for axes, places in drawn:
         named = zip(places, map(_label, found), map(_color, found), strict=True)
-        frontier_plot.name_points(axes, [*named])
+        name_points(axes, [*named])
     return figure
 
 

@@ -26,8 +26,8 @@ from softbottle.analysis.sources import run as run_source
 from softbottle.data import corpus as corpus_lib
 from softbottle.data import lines as lines_lib
 from softbottle.data.vocab import Split
-from softbottle.experiments import frontier_arms
 from softbottle.experiments import rows as rows_lib
+from softbottle.experiments.frontier.arms import fingerprint
 from softbottle.training import metrics
 from softbottle.training.state import load_corpus
 
@@ -167,7 +167,7 @@ def _fingerprint(config, text, split):
     config = dataclasses.replace(
         config, train=dataclasses.replace(config.train, steps=None)
     )
-    return frontier_arms.fingerprint(config, text | {"scored": split})
+    return fingerprint(config, text | {"scored": split})
 
 
 def courses(rows: Sequence[rows_lib.Row]) -> list[Course]:

@@ -16,14 +16,10 @@ from softbottle import sharding
 from softbottle.data import corpus as corpora
 from softbottle.data import frequency, lines
 from softbottle.drawing import Figure
-from softbottle.experiments import (
-    frontier,
-    frontier_plot,
-    frontier_report,
-    frontier_trial,
-    processes,
-)
-from softbottle.experiments.frontier_arms import ARMS, Arm, Key, Variants
+from softbottle.experiments import processes
+from softbottle.experiments.frontier import plot, report, trial
+from softbottle.experiments.frontier import run as frontier
+from softbottle.experiments.frontier.arms import ARMS, Arm, Key, Variants
 from softbottle.training import evaluate, lock, loop, metrics, state
 from tests import commands, tiny
 
@@ -41,7 +37,7 @@ def in_this_process(values, folder, vocab, seconds):
     """What `supervise` does, without a process."""
     before = signal.getsignal(signal.SIGTERM)
     try:
-        frontier_trial.train(values, folder, vocab)
+        trial.train(values, folder, vocab)
     finally:
         signal.signal(signal.SIGTERM, before)
     return 0
@@ -77,7 +73,7 @@ def make_row(arm, rate=0.002, seed=0, loss=4.0, **fields):
 def undrawn(monkeypatch):
     """The pictures are empty, which takes no time."""
     for name in ("draw", "cover"):
-        monkeypatch.setattr(frontier_plot, name, lambda rows: Figure(figsize=(1, 1)))
+        monkeypatch.setattr(plot, name, lambda rows: Figure(figsize=(1, 1)))
 
 
 @pytest.fixture
@@ -91,7 +87,7 @@ def started(monkeypatch, undrawn):
         (folder / "outcome.json").write_text(json.dumps(make_outcome()))
         return 0
 
-    monkeypatch.setattr(frontier_trial, "supervise", supervise)
+    monkeypatch.setattr(trial, "supervise", supervise)
     return names
 
 
@@ -114,8 +110,8 @@ def compared(tmp_path_factory):
     """(folder, rows) of a softmax and a mixture at one rate; the runs are kept."""
     workdir = tmp_path_factory.mktemp("frontier")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(frontier_trial, "supervise", in_this_process)
-        patch.setattr(frontier_plot, "cover", lambda rows: Figure(figsize=(1, 1)))
+        patch.setattr(trial, "supervise", in_this_process)
+        patch.setattr(plot, "cover", lambda rows: Figure(figsize=(1, 1)))
         grid = frontier.Grid(PAIR, [0.01])
         return workdir, frontier.run(make_config(), workdir, grid, keep=True)
 
@@ -154,7 +150,7 @@ def test_a_frontier_has_a_table_and_a_picture(compared):
 def test_rows_alone_are_enough_to_resume(compared, tmp_path, monkeypatch, undrawn):
     workdir, rows = compared
     shutil.copy(workdir / "frontier.jsonl", tmp_path)
-    monkeypatch.setattr(frontier_trial, "supervise", no_run)
+    monkeypatch.setattr(trial, "supervise", no_run)
     grid = frontier.Grid(PAIR, [0.01])
     assert frontier.run(make_config(), tmp_path, grid) == rows
     assert (tmp_path / "frontier.md").exists()
@@ -164,7 +160,7 @@ def test_no_minutes_start_nothing_and_name_what_is_missing(
     compared, tmp_path, monkeypatch, undrawn, capsys
 ):
     shutil.copy(compared[0] / "frontier.jsonl", tmp_path)
-    monkeypatch.setattr(frontier_trial, "supervise", no_run)
+    monkeypatch.setattr(trial, "supervise", no_run)
     grid = frontier.Grid((*PAIR, "softcap"), [0.01, 0.02])
     frontier.run(make_config(), tmp_path, grid, minutes=0)
     assert capsys.readouterr().out.splitlines()[-2:] == [
@@ -177,7 +173,7 @@ def test_no_minutes_start_nothing_and_name_what_is_missing(
 
 def test_rows_of_other_settings_are_refused(compared, tmp_path, monkeypatch, undrawn):
     shutil.copy(compared[0] / "frontier.jsonl", tmp_path)
-    monkeypatch.setattr(frontier_trial, "supervise", no_run)
+    monkeypatch.setattr(trial, "supervise", no_run)
     grid = frontier.Grid(PAIR, [0.01])
     for fields in ({"data__rows": 5}, {"data__synthetic__seed": 3}):
         with pytest.raises(ValueError, match="softmax-0.01-0 of other settings"):
@@ -218,8 +214,8 @@ def test_a_refused_run_ends_the_program_with_the_reason(tmp_path, monkeypatch):
     def refuse(*arguments):
         raise ValueError("was started with other settings")
 
-    monkeypatch.setattr(frontier_trial, "supervise", in_this_process)
-    monkeypatch.setattr(frontier_trial, "_outcome", refuse)
+    monkeypatch.setattr(trial, "supervise", in_this_process)
+    monkeypatch.setattr(trial, "_outcome", refuse)
     grid = frontier.Grid(["softmax", "softcap"], [0.01])
     with pytest.raises(ValueError, match="softmax-0.01-0: was started with other"):
         frontier.run(make_config(), tmp_path, grid)
@@ -246,7 +242,7 @@ def test_deciles_of_lines_of_their_own_add_up_too():
     text = corpora.load(config.data)
     run, cut = tiny.make_run(config, text.vocab), lines.cut(config.data, text.vocab)
     decile_V = frequency.deciles(text.train, len(text.vocab))
-    rows = frontier_trial.loss_by_decile(run, text.test, 3, decile_V)
+    rows = trial.loss_by_decile(run, text.test, 3, decile_V)
     whole = evaluate.make_evaluator(run.model, cut=cut)(run.params, text.test, 3, 17)
     assert sum(row["tokens"] for row in rows) == whole.count
     total = sum(row["tokens"] * (row["loss"] or 0.0) for row in rows)
@@ -269,7 +265,7 @@ def test_every_decile_has_a_tenth_of_the_tokens():
 def test_a_run_that_loses_its_loss_is_a_row_and_the_next_one_follows(
     tmp_path, monkeypatch, started
 ):
-    without_training = frontier_trial.supervise
+    without_training = trial.supervise
 
     def supervise(values, folder, *rest):
         diverges = values["optim"]["learning_rate"] > 1
@@ -277,7 +273,7 @@ def test_a_run_that_loses_its_loss_is_a_row_and_the_next_one_follows(
             values, folder, *rest
         )
 
-    monkeypatch.setattr(frontier_trial, "supervise", supervise)
+    monkeypatch.setattr(trial, "supervise", supervise)
     grid = frontier.Grid(["softmax"], [1e30, 0.01])
     failed, row = frontier.run(make_config(), tmp_path, grid)
     assert failed["failed"].startswith("step ") and "valid_loss" not in failed
@@ -301,30 +297,30 @@ def test_only_a_lack_of_memory_is_an_outcome(tmp_path, monkeypatch, error):
     if error == "other":
         with pytest.raises(jax.errors.JaxRuntimeError):
             in_this_process(*task)
-        assert frontier_trial.outcome(tmp_path) is None
+        assert trial.outcome(tmp_path) is None
     else:
         in_this_process(*task)
-        assert "out of memory" in frontier_trial.outcome(tmp_path)["failed"]
+        assert "out of memory" in trial.outcome(tmp_path)["failed"]
 
 
 def test_a_model_beyond_the_memory_is_an_outcome(tmp_path, monkeypatch):
     monkeypatch.setattr(sharding, "device_memory", lambda mesh: 100)
     config = Variants(make_config(), 11, 17, TEXT).make("softmax", 0.01, 0).config
     in_this_process(configs.to_dict(config), tmp_path, 11, None)
-    assert "does not fit" in frontier_trial.outcome(tmp_path)["failed"]
+    assert "does not fit" in trial.outcome(tmp_path)["failed"]
 
 
 def test_a_process_that_dies_has_no_row_and_the_next_one_follows(
     tmp_path, monkeypatch, started, capsys
 ):
-    without_training = frontier_trial.supervise
+    without_training = trial.supervise
 
     def supervise(values, folder, *rest):
         if folder.name == "softmax-0.01-0":
             return -signal.SIGSEGV
         return without_training(values, folder, *rest)
 
-    monkeypatch.setattr(frontier_trial, "supervise", supervise)
+    monkeypatch.setattr(trial, "supervise", supervise)
     rows = frontier.run(make_config(), tmp_path, frontier.Grid(PAIR, [0.01]))
     assert [row["arm"] for row in rows] == ["mos-7-tanh"]
     said = capsys.readouterr().out.splitlines()[-1]
@@ -333,7 +329,7 @@ def test_a_process_that_dies_has_no_row_and_the_next_one_follows(
 
 @pytest.mark.parametrize("status", [0, -signal.SIGTERM])
 def test_a_run_asked_to_stop_ends_the_program(tmp_path, monkeypatch, capsys, status):
-    monkeypatch.setattr(frontier_trial, "supervise", lambda *task: status)
+    monkeypatch.setattr(trial, "supervise", lambda *task: status)
     assert frontier.run(make_config(), tmp_path, frontier.Grid(PAIR, [0.01])) == []
     assert "missing: rate 0.01, seed 0: softmax, mos-7-tanh" in capsys.readouterr().out
 
@@ -386,7 +382,7 @@ def test_gains_are_tried_like_rates():
         *("softmax-0.004-0", "mos-7-tanh-0.004-0", "softmax-0.004-0-gain-4")
     ]
     assert len(frontier.missing(grid, rows)) == len(keys) - 3
-    softmax, _ = frontier_report.points(rows)
+    softmax, _ = report.points(rows)
     assert softmax.setting == (0.004, 4, 1) and len(softmax.runs) == 1
     # Without gains those of the rows are asked for, as where a frontier is drawn.
     assert frontier.plan(grid._replace(gains=None), rows) == keys
@@ -404,23 +400,23 @@ def test_gains_have_a_table_and_a_picture_of_their_own(tmp_path):
         make_row("softmax", 0.004, gain=8.0) | {"failed": "step 3"},
         make_row("moc-7-tanh", 0.004, loss=4.1),
     ]
-    (perplexity,) = frontier_report.by_setting(rows, "gain").values()
+    (perplexity,) = report.by_setting(rows, "gain").values()
     assert list(perplexity) == [0.5, 1, 4]
     assert perplexity[1] == math.exp(4.2)  # on the seed that all values have
-    frontier_report.write_table(tmp_path, rows, {})
+    report.write_table(tmp_path, rows, {})
     text = (tmp_path / "frontier.md").read_text()
     assert "| arm | 0.5 | 1 | 4 |" in text
     assert "| softmax | 90.02 | 66.69 | 54.60 |" in text
-    (axes,) = frontier_plot.by_setting(rows, "gain").axes
+    (axes,) = plot.by_setting(rows, "gain").axes
     (line,) = (line for line in axes.lines if line.get_label() == "softmax")
     assert list(line.get_ydata()) == list(perplexity.values())
     rows += [make_row("moc-7-tanh", 0.004, loss=4.2, gain=2.0)]
-    (axes,) = frontier_plot.by_setting(rows, "gain").axes
+    (axes,) = plot.by_setting(rows, "gain").axes
     gaps = {line.get_label(): list(np.isnan(line.get_ydata())) for line in axes.lines}
     assert gaps["softmax"] == [False, False, True, False]
     assert gaps["moc-7-tanh"] == [True, False, False, True]
-    assert frontier_plot.by_setting(rows[-2:-1], "gain") is None
-    assert frontier_plot.by_setting(rows, "table_rate") is None
+    assert plot.by_setting(rows[-2:-1], "gain") is None
+    assert plot.by_setting(rows, "table_rate") is None
 
 
 def test_a_gain_is_the_config_s_unless_it_is_asked_for(tmp_path, started):
@@ -458,7 +454,7 @@ def test_rates_of_the_tables_are_tried_like_gains():
         *map(str, frontier.plan(grid._replace(gains=None, table_rates=None), rows))
     ]
     assert names == [str(keys[place]) for place in (0, 1, 3, 4)]
-    found = frontier_report.by_setting(rows, "table_rate")
+    found = report.by_setting(rows, "table_rate")
     assert found == {"softmax": {1: math.exp(4.2), 2: math.exp(4.1)}}
 
 
@@ -486,26 +482,26 @@ def test_the_best_setting_is_that_of_the_validation_not_of_the_test():
         make_row("softmax", 0.004, loss=4.1, test_loss=3.9, test_perplexity=49.0),
         make_row("softmax", 0.008, loss=1.0) | {"failed": "step 3"},
     ]
-    assert frontier_report.best_setting(rows, "softmax") == (0.002, 1, 1)
-    (point,) = frontier_report.points(rows)
+    assert report.best_setting(rows, "softmax") == (0.002, 1, 1)
+    (point,) = report.points(rows)
     assert (point.setting.rate, point.perplexity) == (0.002, 66.0)
-    assert frontier_report.best_setting(rows, "mos-7-tanh") is None
+    assert report.best_setting(rows, "mos-7-tanh") is None
 
 
 def test_rates_are_compared_on_the_seeds_that_both_have():
     rows = [make_row("softmax", 0.002, 0, 4.0), make_row("softmax", 0.004, 0, 4.01)]
     rows += [make_row("softmax", 0.002, seed, 4.5) for seed in (1, 2)]
-    assert frontier_report.best_setting(rows, "softmax") == (0.002, 1, 1)
-    (point,) = frontier_report.points(rows)
+    assert report.best_setting(rows, "softmax") == (0.002, 1, 1)
+    (point,) = report.points(rows)
     assert point.mean("valid_loss") == pytest.approx((4.0 + 4.5 + 4.5) / 3)
 
 
 def test_a_setting_without_the_common_seed_leaves_the_others_order_as_it_is():
     rows = [make_row("softmax", 0.004, seed, 4.1 + 0.15 * seed) for seed in range(3)]
     rows.append(make_row("softmax", 0.002, 0, 4.15))
-    assert frontier_report.best_setting(rows, "softmax") == (0.004, 1, 1)
+    assert report.best_setting(rows, "softmax") == (0.004, 1, 1)
     rows.append(make_row("softmax", 0.016, 1, 5.0))
-    assert frontier_report.best_setting(rows, "softmax") == (0.004, 1, 1)
+    assert report.best_setting(rows, "softmax") == (0.004, 1, 1)
 
 
 def test_the_gain_is_a_share_of_that_of_the_mixture():
@@ -514,7 +510,7 @@ def test_the_gain_is_a_share_of_that_of_the_mixture():
         make_row("mos-7-tanh", loss=3.8, seconds=40.0, peak_bytes=None),
         make_row("moc-7-tanh", loss=3.85, seconds=11.0, train_loss=math.log(50)),
     ]
-    text = frontier_report.table(frontier_report.points(rows)).splitlines()
+    text = report.table(report.points(rows)).splitlines()
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text[2:]]
     assert [(row[0], row[8], row[10], *row[12:]) for row in cells] == [
         ("mos-7-tanh", "", "4.00", "", "100%"),
@@ -522,8 +518,8 @@ def test_the_gain_is_a_share_of_that_of_the_mixture():
         ("softmax", "", "1.00", "1.00", "0%"),
     ]
     worse = [rows[0], make_row("mos-7-tanh", loss=4.1)]
-    assert "%" not in frontier_report.table(frontier_report.points(worse))
-    advice = frontier_report.recommendations(frontier_report.points(rows))
+    assert "%" not in report.table(report.points(worse))
+    advice = report.recommendations(report.points(rows))
     best = [line.split("|")[2].strip() for line in advice.splitlines()[2:]]
     assert best == ["softmax", *3 * ["moc-7-tanh"], "mos-7-tanh"]
 
@@ -544,16 +540,16 @@ def test_an_untimed_run_takes_as_long_as_the_arms_others():
         make_row("moc-7-tanh", 0.004, loss=3.8, seconds=None),
         make_row("mos-7-tanh", loss=3.7, seconds=None),
     ]
-    points = frontier_report.points(rows)
+    points = report.points(rows)
     assert [point.mean("seconds") for point in points[:2]] == [10.0, 12.0]
-    cells = [line.split("|") for line in frontier_report.table(points).splitlines()[2:]]
+    cells = [line.split("|") for line in report.table(points).splitlines()[2:]]
     assert [(row[1].strip(), row[10].strip(), row[11].strip()) for row in cells] == [
         *(("mos-7-tanh", "", ""), ("moc-7-tanh", "12", "1.20")),
         ("softmax", "10", "1.00"),
     ]
     *timed, whatever = [
         [cell.strip() for cell in line.split("|")[2:5]]
-        for line in frontier_report.recommendations(points).splitlines()[2:]
+        for line in report.recommendations(points).splitlines()[2:]
     ]
     assert {arm for arm, *_ in timed} == {"softmax", "moc-7-tanh"}
     assert whatever == ["mos-7-tanh", "", f"{math.exp(3.7):.2f}"]
@@ -564,7 +560,7 @@ def test_points_without_memory_and_many_points_are_drawn():
     arms = [*ARMS][:27:3]  # one more than are named
     many = [make_row(arm, loss=4 + 0.01 * n) for n, arm in enumerate(arms)]
     unknown = make_row("moc-7-tanh", peak_bytes=None, seconds=None)
-    figures = [frontier_plot.draw([unknown]), frontier_plot.draw(many)]
+    figures = [plot.draw([unknown]), plot.draw(many)]
     for figure in figures:
         figure.draw_without_rendering()
     shown = [[text.get_text() for text in figure.axes[0].texts] for figure in figures]
@@ -578,7 +574,7 @@ def test_of_many_points_the_cover_names_those_on_the_line_and_every_head():
     arms = [*ARMS][:9]
     many = [make_row(arm, loss=4.0, seconds=10.0) for arm in arms]
     many[3] |= make_row(arms[3], loss=3.9, seconds=5.0)
-    figure = frontier_plot.cover(many)
+    figure = plot.cover(many)
     for axes in figure.axes:
         assert [text.get_text() for text in axes.texts if text.get_text()] == [arms[3]]
     (legend,) = figure.legends
@@ -595,7 +591,7 @@ def test_missing_runs_are_told_by_setting():
     keys = [Key("softmax", 0.01, 0), Key("softcap", 0.01, 0), Key("softcap", 0.01, 1)]
     keys.append(Key("softmax", 0.01, 0, gain=8.0, table_rate=0.5))
     reasons = dict.fromkeys(keys, "") | {keys[1]: "ended with status 1"}
-    assert frontier_report.gaps(reasons) == [
+    assert report.gaps(reasons) == [
         "rate 0.01, seed 0: softmax, softcap (ended with status 1)",
         "rate 0.01, seed 1: softcap",
         "rate 0.01, gain 8, tables at 0.5 times, seed 0: softmax",
@@ -610,7 +606,7 @@ def test_no_name_lies_on_the_line_of_the_frontier():
     axes.plot(*zip(*corners, strict=True))
     figure.draw_without_rendering()
     points = [(place, "a name", "black") for place in steps]
-    frontier_plot.name_points(axes, points, steps)
+    plot.name_points(axes, points, steps)
     line = axes.transData.transform_path(Path(corners))
     for text in axes.texts:
         assert not line.intersects_bbox(text.get_window_extent(), filled=False)
@@ -619,7 +615,7 @@ def test_no_name_lies_on_the_line_of_the_frontier():
 @pytest.mark.slow
 def test_a_line_spans_the_seeds_of_a_point():
     rows = [make_row("softmax", seed=seed, loss=4 + 0.1 * seed) for seed in range(3)]
-    axes = frontier_plot.cover(rows).axes[0]
+    axes = plot.cover(rows).axes[0]
     (segment,) = axes.collections[0].get_segments()
     seeds = [row["test_perplexity"] for row in rows]
     assert list(segment[:, 1]) == [min(seeds), max(seeds)]
@@ -628,7 +624,7 @@ def test_a_line_spans_the_seeds_of_a_point():
 @pytest.mark.slow
 def test_a_point_far_above_the_softmax_is_at_the_edge_with_its_value():
     rows = [make_row("softmax", loss=4), make_row("softmax-half", loss=4.5)]
-    axes = frontier_plot.cover(rows).axes[0]
+    axes = plot.cover(rows).axes[0]
     highest = rows[0]["test_perplexity"] * 1.05
     places = {line.get_marker(): line.get_ydata() for line in axes.get_lines()}
     assert list(places["o"]) == [rows[0]["test_perplexity"]]
@@ -648,7 +644,7 @@ def test_an_arm_that_cannot_be_made_is_named_before_any_is_trained(
     tmp_path, monkeypatch, head
 ):
     monkeypatch.setitem(ARMS, "partition-4", Arm(head))
-    monkeypatch.setattr(frontier_trial, "supervise", no_run)
+    monkeypatch.setattr(trial, "supervise", no_run)
     grid = frontier.Grid(["softmax", "partition-4"])
     with pytest.raises(ValueError, match="the arm partition-4 cannot be made: .*'"):
         frontier.run(make_config(), tmp_path / "new", grid)
@@ -759,12 +755,12 @@ def test_a_run_that_is_refused_does_not_have_the_outcome_of_an_earlier_one(
 ):
     monkeypatch.setattr(processes, "supervise", lambda *arguments: 1)
     (tmp_path / "outcome.json").write_text(json.dumps(make_outcome()))
-    assert frontier_trial.supervise({}, tmp_path, 11, None) == 1
-    assert frontier_trial.outcome(tmp_path) is None
+    assert trial.supervise({}, tmp_path, 11, None) == 1
+    assert trial.outcome(tmp_path) is None
 
 
 @pytest.mark.slow
 def test_a_run_in_a_process_of_its_own_has_an_outcome(tmp_path):
     config = Variants(make_config(), 11, 17, TEXT).make("softmax", 0.01, 0).config
-    assert frontier_trial.supervise(configs.to_dict(config), tmp_path, 11, None) == 0
-    assert frontier_trial.outcome(tmp_path)["validations"][-1][0] == 17
+    assert trial.supervise(configs.to_dict(config), tmp_path, 11, None) == 0
+    assert trial.outcome(tmp_path)["validations"][-1][0] == 17

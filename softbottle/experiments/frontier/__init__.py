@@ -1,0 +1,1 @@
+"""Heads by what they cost: see run.py."""

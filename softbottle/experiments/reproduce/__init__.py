@@ -1,0 +1,1 @@
+"""The papers' tables: see run.py."""

@@ -1,0 +1,1 @@
+"""Other heads on a model that exists: see run.py."""

@@ -1,0 +1,1 @@
+"""Models along their training, side by side: see run.py."""
