@@ -63,8 +63,8 @@ def cover(rows: Sequence[dict[str, Any]]) -> drawing.Figure:
     if many:
         heads = {_head(point): _color(point) for point in found}
         dots = [_dot(color, head) for head, color in heads.items()]
-        below = {"loc": "outside lower center", "ncols": len(dots), "fontsize": 9}
-        figure.legend(handles=dots, **below)
+        place = "outside lower center"
+        figure.legend(handles=dots, loc=place, ncols=len(dots), fontsize=9)
     labels = {point.arm: point.arm for point in found}
     _draw_costs(figure, panels, found, labels, front_alone=many)
     return figure
