@@ -61,10 +61,7 @@ def cover(rows: Sequence[dict[str, Any]]) -> drawing.Figure:
     panels = figure.subplots(1, 2, sharey=True)
     many = len(found) > _NAMED
     if many:
-        heads = {_head(point): _color(point) for point in found}
-        dots = [_dot(color, head) for head, color in heads.items()]
-        place = "outside lower center"
-        figure.legend(handles=dots, loc=place, ncols=len(dots), fontsize=9)
+        _name_heads(figure, found)
     labels = {point.arm: point.arm for point in found}
     _draw_costs(figure, panels, found, labels, front_alone=many)
     return figure
@@ -120,6 +117,14 @@ def _legend(figure, found, labels, place, **columns):
         ]
         where = {"loc": f"outside {place}", "fontsize": 9}
         figure.legend(handles=handles, **where, **columns)
+
+
+def _name_heads(figure, found):
+    """Which color is which head's."""
+    heads = {_head(point): _color(point) for point in found}
+    dots = [_dot(color, head) for head, color in heads.items()]
+    place = "outside lower center"
+    figure.legend(handles=dots, loc=place, ncols=len(dots), fontsize=9)
 
 
 def _draw_costs(figure, panels, found, labels, front_alone=False):
