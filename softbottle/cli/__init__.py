@@ -37,9 +37,15 @@ def main() -> int:
 
 def run(name: str) -> None:
     """Run a command with the rest of the command line, and exit with its status."""
-    # First, because it looks for the packages that all commands need.
-    program = importlib.import_module("softbottle.cli.program")
-    program.run(importlib.import_module(f"softbottle.commands.{name}"))
+    try:
+        # First, because it looks for the packages that all commands need.
+        program = importlib.import_module("softbottle.cli.program")
+        command = importlib.import_module(f"softbottle.commands.{name}")
+    except KeyboardInterrupt:
+        # Seconds pass here, in which one sees what one has mistyped.
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
+    program.run(command)
 
 
 def overview() -> str:

@@ -53,7 +53,11 @@ SEEDS = program.define_numbers(
     f"{', '.join(arms.SEVERAL_SEEDS)}.",
     int,
 )
-DRAW = flags.DEFINE_bool("draw", False, "Train nothing; draw what there is.")
+DRAW = flags.DEFINE_bool(
+    "draw",
+    False,
+    "Train nothing; draw what there is, and say what is missing of what flags ask.",
+)
 UNTIMED = flags.DEFINE_bool(
     "untimed",
     False,
@@ -69,7 +73,8 @@ def main() -> None:
     tried = (GAINS.value or None, TABLE_RATES.value or None)
     grid = frontier.Grid(ARMS.value, RATES.value, SEEDS.value, *tried)
     if DRAW.value:
-        frontier.report(WORKDIR.value, grid)
+        asked = any(flag.present for flag in (ARMS, RATES, GAINS, TABLE_RATES, SEEDS))
+        frontier.report(WORKDIR.value, grid if asked else None)
         return
     if CONFIG.value is None:
         raise app.UsageError("--config is needed, for example --config lm1b")

@@ -52,7 +52,10 @@ def of_corpus(config: config_lib.Data) -> dict[Split, Source]:
         ValueError: if `data.path` is not set, or a shard is there twice.
     """
     if not config.path:
-        raise ValueError(f"data.path must name the folder of {config.name}.")
+        what = f"the folder of {config.name}"
+        if config.name == "text":
+            what = "a text file, or a folder of text files"
+        raise ValueError(f"data.path must name {what}: --config.data.path=PATH.")
     folder = pathlib.Path(config.path).expanduser()
     if config.name == "text" and not _has_splits(folder):
         return _cut_in_three(of_paths([config.path]))

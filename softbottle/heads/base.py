@@ -398,6 +398,7 @@ class Head(abc.ABC):
             ValueError: as `loss`; if something is called for that there is not.
         """
         checks.states(params, hidden_TD)
+        checks.labels(labels_T, hidden_TD)
         checks.measures(names)
         terms = _terms(label_smoothing, z_loss, temperature)
         if ignore_label is not None:
@@ -655,6 +656,7 @@ class Head(abc.ABC):
         params, *_ = output
         hidden_TD, labels_T, weights_T = tokens
         checks.states(params, hidden_TD)
+        checks.labels(labels_T, hidden_TD)
         checks.reduction(reduction)
         terms = _terms(label_smoothing, z_loss, temperature)
         if weights_T is None:
@@ -709,6 +711,7 @@ class Head(abc.ABC):
         """
         params, table_VE, bias_V = output
         checks.states(params, hidden_TD)
+        checks.contexts(repr(self), self.contexts, params)
         check_range(params=params, hidden_TD=hidden_TD)
         checks.mesh(params=params, table_VE=table_VE, hidden_TD=hidden_TD)
         states = States(hidden_TD, latent_mask, key)

@@ -108,6 +108,35 @@ def states(params: Mapping[str, jax.Array], hidden_TD: jax.Array) -> None:
             )
 
 
+def contexts(head: str, count: int, params: Mapping[str, Any]) -> None:
+    """Raise ValueError unless the parameters are of as many contexts as the head has.
+
+    The components of a head are one axis of a product, so that parameters of another
+    number of them would be computed with, as another model.
+    """
+    latent = {
+        name: array.shape
+        for name, array in params.items()
+        if name.startswith(("latent_", "lower_")) and getattr(array, "ndim", 0) == 3
+    }
+    found = sum(shape[1] for shape in latent.values())
+    if latent and found != count:
+        shapes = ", ".join(f"{name} {shape}" for name, shape in latent.items())
+        raise ValueError(
+            f"the parameters are of {found} contexts per token, and {head} has {count}:"
+            f" {shapes}."
+        )
+
+
+def labels(labels_T: jax.Array, hidden_TD: jax.Array) -> None:
+    """Raise ValueError unless there is a label for each token."""
+    if labels_T.shape != hidden_TD.shape[:1]:
+        raise ValueError(
+            f"labels_T must have a word for each of the {hidden_TD.shape[0]} tokens of "
+            f"hidden_TD {hidden_TD.shape}, got {labels_T.shape}."
+        )
+
+
 def words(words_TM: jax.Array, vocab: int, weights_T: jax.Array | None = None) -> None:
     """Raise ValueError if a token that counts has one that is no word.
 

@@ -170,6 +170,11 @@ def beside_path(
 ) -> jax.Array:
     """The contexts, [T, K, E]: what `bend` gives, and h P where the kind has a path."""
     if kind == "tanh":
+        if project_DE is not None:
+            raise ValueError(
+                f"the parameters have a projection {project_DE.shape} of the state, "
+                "which tanh contexts have not: they are of another kind of contexts."
+            )
         return bent_TKE
     if project_DE is not None:
         project_DE = project_DE.astype(hidden_TD.dtype)

@@ -127,3 +127,14 @@ def test_the_version_is_the_packages(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["softbottle", "--version"])
     assert cli.main() == 0
     assert re.fullmatch(r"softbottle \d+\.\d+\.\d+\n", capsys.readouterr().out)
+
+
+def test_an_interrupt_while_packages_are_loaded_is_one_line(monkeypatch, capsys):
+    def interrupted(name):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli.importlib, "import_module", interrupted)
+    with pytest.raises(SystemExit) as end:
+        cli.run("train")
+    assert end.value.code == 130
+    assert capsys.readouterr().err == "interrupted\n"

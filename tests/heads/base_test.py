@@ -41,6 +41,44 @@ def test_a_hidden_state_of_another_width_is_refused_with_both_widths(method):
         call(method=method, hidden_TD=np.zeros((11, 6), np.float32))
 
 
+@pytest.mark.parametrize("method", ["nll", "loss"])
+def test_labels_for_other_tokens_are_refused_with_both_numbers(method):
+    with pytest.raises(ValueError, match="each of the 11 tokens .* got .10,."):
+        call(method=method, labels_T=np.zeros(10, np.int32))
+
+
+@pytest.mark.parametrize(
+    "head, other",
+    [
+        (softbottle.mos(4), softbottle.mos(3)),
+        (softbottle.moc(3), softbottle.moc(4)),
+        (softbottle.partition(2, components=3), softbottle.partition(2)),
+        (softbottle.mixtape(4, frequent=9), softbottle.mixtape(2, frequent=9)),
+        (softbottle.doc(3, 2), softbottle.doc(3, 1)),
+        (softbottle.mfs(), softbottle.mfs(classes=2)),
+    ],
+    ids=repr,
+)
+def test_parameters_of_another_number_of_contexts_are_refused_with_both(head, other):
+    width = 4 * head.layers * head.positions
+    params = jax.eval_shape(lambda key: head.init(key, width, 4), jax.random.key(0))
+    table_VE, hidden_TD = jnp.zeros((37, 4)), jnp.zeros((3, width))
+
+    def nll(params):
+        return other.nll(params, table_VE, None, hidden_TD, jnp.arange(3))
+
+    match = rf"of {head.contexts} contexts .* has {other.contexts}: latent_"
+    with pytest.raises(ValueError, match=match):
+        jax.eval_shape(nll, params)
+
+
+def test_parameters_with_a_path_are_none_of_tanh_contexts():
+    params = softbottle.mos(3).init(jax.random.key(0), 6, 4)
+    output = (params, jnp.zeros((37, 4)), None)
+    with pytest.raises(ValueError, match="projection .6, 4. .* tanh contexts have not"):
+        softbottle.mos(3, "tanh").nll(*output, jnp.zeros((3, 6)), jnp.arange(3))
+
+
 def test_without_weights_all_tokens_count_one():
     point = oracle.cast(oracle.make_inputs("mos"), jnp.float32)
     loss = jax.jit(MOS.loss)

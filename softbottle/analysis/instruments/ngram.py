@@ -283,11 +283,13 @@ def compare(readers: dict[str, Reader]) -> report.Section:
     if any(widths.values()):
         return compared
     # Texts without a model are cut to one length and one number of words.
-    text = next(iter(readers.values())).text
-    sample = (
-        f" Of each text the first {len(text.ids):,} words, {text.vocab:,} of them told "
-        "apart."
-    )
+    texts = [reader.text for reader in readers.values()]
+    text = texts[0]
+    if max(len(np.unique(text.ids)) for text in texts) < text.vocab:
+        apart = "all of them told apart"
+    else:
+        apart = f"the {text.vocab - 1:,} most frequent ones told apart"
+    sample = f" Of each text the first {len(text.ids):,} words, {apart}."
     return compared._replace(
         reading=compared.reading + sample,
         remarks=(compared.remarks or "") + sample,

@@ -13,7 +13,9 @@ Losses are compared between models of one architecture that read the same tokens
 Axes: M models.
 """
 
+import functools
 import hashlib
+import operator
 from typing import NamedTuple
 
 import numpy as np
@@ -138,7 +140,10 @@ def section(models: dict[str, Size]) -> report.Section:
             "others losses are not comparable, or not by size."
         )
     main = max(groups, key=lambda key: (key in fits, len(groups[key])), default=None)
-    largest = {} if main is None else groups[main]
+    shown = {} if main is None else groups[main]
+    if not several:
+        # None comes before the others.
+        shown = functools.reduce(operator.or_, groups.values(), {})
     fit = None if main is None else fits.get(main)
     remarks = " ".join(lines)
     lines += [_told(found.gaps, found.within) for found in fits.values()]
@@ -158,7 +163,8 @@ def section(models: dict[str, Size]) -> report.Section:
     }
     if fit is not None:
         numbers["law"] = {k: v for k, v in fit._asdict().items() if k != "line"}
-    figures = [_draw_losses(largest, fit)] if largest else []
+    others = sum(map(len, groups.values())) - len(shown)
+    figures = [_draw_losses(shown, fit, others)] if shown else []
     return report.Section(
         "Models by size",
         " ".join(lines),
@@ -295,16 +301,22 @@ def _bottleneck(size):
     )
 
 
-def _draw_losses(models, fit):
+def _draw_losses(models, fit, others):
+    """The losses of some models; others there are of other texts or architectures."""
     figure = drawing.Figure(figsize=saturation.PANEL)
     axes = figure.subplots()
     names = list(models)
     sizes, losses = _arrays(models, names)
-    if len(names) < 3:
-        # Two points are an empty plane.
+    more = f" {others} of other texts or architectures are not shown." if others else ""
+    alike = len({(size.words, size.family) for size in models.values()}) == 1
+    if len(names) < 3 or not alike:
+        # Two points are an empty plane, and a plane compares what is in it.
         drawing.bars(axes, dict(zip(names, losses, strict=True)), "{:.3f}")
         axes.set(xlabel="loss (nats per token)")
-        return report.Figure("sizes-loss", figure, "The loss of each model.")
+        reading = "The loss of each model."
+        if not alike:
+            reading += " No two of them have one text and one architecture."
+        return report.Figure("sizes-loss", figure, reading + more)
     axes.plot(sizes, losses, "o", color=drawing.BLUE, linestyle="none")
     drawing.tag(axes, sizes, losses, names)
     reading = "Each dot is a model. Further right is larger, lower is better."
@@ -312,7 +324,7 @@ def _draw_losses(models, fit):
         axes.plot(*fit.line, color=drawing.GRAY, linestyle="--")
         reading += " Dashed: the law; a dot above it does worse than its size explains."
     axes.set(xlabel="parameters", ylabel="loss (nats per token)", xscale="log")
-    return report.Figure("sizes-loss", figure, reading)
+    return report.Figure("sizes-loss", figure, reading + more)
 
 
 def _draw_ranks(models):

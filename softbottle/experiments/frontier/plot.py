@@ -145,11 +145,11 @@ def _draw_costs(figure, panels, found, labels, front_alone=False):
     }
     for axes, (_, (field, unit)) in costs.items():
         located = _located(found, field, unit)
-        front = _front(list(located.values()))
+        front = _front(_shown(located, found))
         points = [
             (place, names[point], _color(point))
             for point, place in located.items()
-            if not front_alone or place in front
+            if not front_alone or place in front or point.perplexity > _edge(found)
         ]
         name_points(axes, points, front, list(located.values()))
 
@@ -165,10 +165,9 @@ def _scatter(axes, found, field, unit):
     if not located:
         axes.text(0.5, 0.5, "not measured", ha="center", transform=axes.transAxes)
         return
-    front = _front(list(located.values()))
-    axes.step(
-        *zip(*front, strict=True), where="post", color=drawing.GRAY, lw=1, zorder=1
-    )
+    if front := _front(_shown(located, found)):
+        line = {"where": "post", "color": drawing.GRAY, "lw": 1, "zorder": 1}
+        axes.step(*zip(*front, strict=True), **line)
     axes.set_xscale("log")
     axes.margins(x=0.2, y=0.12)
     # At least a factor of two, or costs that hardly differ would look far apart.
@@ -308,6 +307,12 @@ def _located(found, field, unit):
         for point, mean in means.items()
         if not math.isnan(mean)
     }
+
+
+def _shown(located, found):
+    """The places of the points that are where their perplexity is."""
+    edge = _edge(found)
+    return [place for point, place in located.items() if point.perplexity <= edge]
 
 
 def _front(places):

@@ -285,6 +285,7 @@ def _about(rows):
         "Settings are the best by validation.",
         "Seconds are steps times the median step, without compilation and validations.",
         "Training is the perplexity of a run's own last batches.",
+        "A triangle in a picture is off the scale, with its perplexity beside it.",
         f"Shares are of the nats that {REFERENCE} gains over {SOFTMAX}.",
     ]
 

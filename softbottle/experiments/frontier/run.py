@@ -219,17 +219,19 @@ def _check(workdir, rows, variants):
 
 
 def report(
-    workdir: pathlib.Path | str, grid: Grid, broken: dict[Key, str] | None = None
+    workdir: pathlib.Path | str,
+    grid: Grid | None,
+    broken: dict[Key, str] | None = None,
 ) -> None:
     """Draw the rows that there are, print their table, and say what is missing.
 
     Args:
         workdir: where the rows are and the report goes.
-        grid: what was to be compared.
+        grid: what was to be compared; None for what there is.
         broken: why runs have no row, where that is known.
     """
     workdir, rows = pathlib.Path(workdir), read(workdir)
-    named = _named(grid, rows, broken or {})
+    named = {} if grid is None else _named(grid, rows, broken or {})
     if rows:
         print(report_lib.write_table(workdir, rows, named))
         plot.draw(rows).save(workdir / "frontier.png")

@@ -159,6 +159,18 @@ def test_two_models_are_bars_and_more_are_points():
     assert list(found.get_ydata()) == [min(8 * at + 1, 40) for at in range(1, 9)]
 
 
+def test_models_that_do_not_compare_are_all_drawn_and_others_are_counted():
+    models = family(LAW.loss(PARAMETERS_M[:3]), PARAMETERS_M[:3])
+    apart = {name: m._replace(words=name) for name, m in models.items()}
+    figure, _ = sizes.section(apart).figures
+    assert len(figure.figure.axes[0].patches) == 3
+    assert "No two of them have one text" in figure.reading
+    models["m2"] = models["m2"]._replace(words="other")
+    figure, _ = sizes.section(models).figures
+    assert len(figure.figure.axes[0].patches) == 2
+    assert figure.reading.endswith("1 of other texts or architectures are not shown.")
+
+
 def test_a_law_of_their_own_needs_four_sizes_and_positive_numbers():
     with pytest.raises(ValueError, match="4 sizes or more"):
         power_law.fit([1e8, 1e8, 1e9, 2e9], [3.0, 3.0, 2.0, 2.0])

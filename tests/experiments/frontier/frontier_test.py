@@ -17,6 +17,7 @@ from softbottle.data import corpus as corpora
 from softbottle.data import frequency, lines
 from softbottle.drawing import Figure
 from softbottle.experiments import processes
+from softbottle.experiments import rows as rows_lib
 from softbottle.experiments.frontier import plot, report, trial
 from softbottle.experiments.frontier import run as frontier
 from softbottle.experiments.frontier.arms import ARMS, Arm, Key, Variants
@@ -587,6 +588,17 @@ def test_of_many_points_the_cover_names_those_on_the_line_and_every_head():
     )
 
 
+@pytest.mark.slow
+def test_what_there_is_is_drawn_without_asking_for_more(tmp_path, capsys, undrawn):
+    rows_lib.write(
+        tmp_path / "frontier.jsonl", [make_row("softmax"), make_row("moc-7-tanh")]
+    )
+    frontier.report(tmp_path, None)
+    assert "missing" not in capsys.readouterr().out
+    text = (tmp_path / "frontier.md").read_text()
+    assert text.startswith("# The frontier\n") and "Missing" not in text
+
+
 def test_missing_runs_are_told_by_setting():
     keys = [Key("softmax", 0.01, 0), Key("softcap", 0.01, 0), Key("softcap", 0.01, 1)]
     keys.append(Key("softmax", 0.01, 0, gain=8.0, table_rate=0.5))
@@ -631,6 +643,9 @@ def test_a_point_far_above_the_softmax_is_at_the_edge_with_its_value():
     assert list(places["^"]) == [pytest.approx(highest)]
     names = [text.get_text() for text in axes.texts]
     assert f"softmax-half ({rows[1]['test_perplexity']:.1f})" in names
+    # The line joins points where they are.
+    (line,) = (line for line in axes.get_lines() if line.get_marker() == "None")
+    assert max(line.get_ydata()) == rows[0]["test_perplexity"]
 
 
 def test_an_unknown_arm_is_answered_with_the_arms_there_are(tmp_path):
