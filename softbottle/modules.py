@@ -51,6 +51,7 @@ class _Calls:
 
     def nll(self, hidden: jax.Array, labels: jax.Array, **terms: Any) -> jax.Array:
         """-log P(label), in the shape of the labels; `terms` as of `Head.nll`."""
+        _check_shapes(hidden, labels=labels)
         return _by_token(self._call, "nll", hidden, labels.reshape(-1), **terms)
 
     def log_probs(self, hidden: jax.Array) -> jax.Array:
@@ -103,7 +104,7 @@ class LinenHead(_Calls, nn.Module):
         width = hidden_TD.shape[-1]
         params = self.param("head", self.head.init, width, self.context_dim)
         function = getattr(self.head, name)
-        output, named = (params, table_VE, bias_V), named | {"options": self.options}
+        output, named = (params, table_VE, bias_V), {"options": self.options} | named
         return function(*output, hidden_TD, *arguments, **named)
 
 
@@ -154,21 +155,31 @@ class NnxHead(_Calls, nnx.Module):
         bias_V = None if self.bias_V is None else self.bias_V[...]
         function = getattr(self.head, name)
         output = (params, self.table_VE[...], bias_V)
-        named |= {"options": self.options}
+        named = {"options": self.options} | named
         return function(*output, hidden_TD, *arguments, **named)
 
 
 def _loss(call, name, hidden, labels, weights, terms):
     if terms.get("reduction") == "none":
         raise ValueError("reduction='none' is `nll`, times the weights.")
-    labels_T = labels.reshape(-1)
-    weights_T = jnp.ones(labels_T.shape) if weights is None else weights.reshape(-1)
-    return call(name, _flat(hidden), labels_T, weights_T, **terms)
+    weights = jnp.ones(labels.shape) if weights is None else weights
+    _check_shapes(hidden, labels=labels, weights=weights)
+    return call(name, _flat(hidden), labels.reshape(-1), weights.reshape(-1), **terms)
 
 
 def _by_token(call, name, hidden, *arguments, **named):
     result = call(name, _flat(hidden), *arguments, **named)
     return result.reshape(*hidden.shape[:-1], *result.shape[1:])
+
+
+def _check_shapes(hidden, **by_token):
+    """Raise ValueError unless these have the states' leading axes."""
+    for name, array in by_token.items():
+        if array.shape != hidden.shape[:-1]:
+            raise ValueError(
+                f"{name} must have the shape {hidden.shape[:-1]} of the states "
+                f"{hidden.shape} before their width, got {array.shape}."
+            )
 
 
 def _flat(hidden):

@@ -28,7 +28,7 @@ from softbottle.ops.mixture.arrays import (
     Vocabulary,
     without_padding,
 )
-from softbottle.ops.mixture.likelihood import word_ids
+from softbottle.ops.mixture.likelihood import times, word_ids
 from softbottle.ops.mixture.options import DEFAULTS, Options, check_range
 from softbottle.ops.mixture.sampling import Sampling
 
@@ -678,7 +678,7 @@ class Head(abc.ABC):
         if reduction == "none":
             wanted = (labels_T, terms, ("nll",), options)
             nll_T = objective.measure(predictions, *wanted)["nll"]
-            loss = weights_T.astype(nll_T.dtype) * nll_T
+            loss = times(weights_T.astype(nll_T.dtype), nll_T)
         else:
             wanted = (Targets(labels_T, weights_T), terms, options, argmax)
             total, argmax_T = objective.loss(predictions, *wanted)

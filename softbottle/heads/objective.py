@@ -74,7 +74,7 @@ def reduced(total: jax.Array, weights_T: jax.Array, reduction: str) -> jax.Array
     """A weighted sum, or the mean: 0 where all weights are."""
     if reduction == "sum":
         return total
-    count = jnp.sum(weights_T).astype(total.dtype)
+    count = jnp.sum(weights_T, dtype=total.dtype)
     return jnp.where(count == 0, 0.0, total / jnp.where(count == 0, 1.0, count))
 
 

@@ -23,10 +23,13 @@ def log_frequencies(counts_V: Any) -> jax.Array:
         ValueError: unless the counts are a vector of numbers that are not negative.
     """
     counts = np.asarray(counts_V)
-    if counts.ndim != 1 or not counts.size or not np.all(counts >= 0):
+    if counts.ndim != 1 or not counts.size or counts.dtype.kind not in "biuf":
         raise ValueError(
-            "counts_V must be a vector of counts that are not negative, got the shape "
-            f"{counts.shape}."
+            f"counts_V must be a vector of numbers, got the shape {counts.shape} and "
+            f"the dtype {counts.dtype}."
         )
     counts = counts.astype(np.float64)
+    if not np.all(np.isfinite(counts) & (counts >= 0)):
+        wrong = counts[~(np.isfinite(counts) & (counts >= 0))][0]
+        raise ValueError(f"counts_V must be finite and not negative, got {wrong:g}.")
     return jnp.asarray(np.log((counts + 1) / (counts.sum() + counts.size)), jnp.float32)

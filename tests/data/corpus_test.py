@@ -256,7 +256,7 @@ def test_a_missing_folder_is_refused(settings):
     with pytest.raises(FileNotFoundError, match="text-not"):
         corpus.load(settings)
     settings.path = ""
-    with pytest.raises(ValueError, match="data.path must name the folder"):
+    with pytest.raises(ValueError, match="data.path must name a text file"):
         corpus.load(settings)
 
 

@@ -181,7 +181,7 @@ def _fused_entropies(activation, options, context_TKE, vocabulary, labels_T):
     count = chunks(context_TKE, vocabulary.table_VE, options)
     lse_TK, entropy_TK = likelihood.over_chunks(chunk, (), context_TKE, count)[1]
     words = (context_TKE, vocabulary, labels_T, activation, options)
-    return likelihood.with_own(lse_TK, *words)._replace(entropy_TK=entropy_TK)
+    return likelihood.with_own(lse_TK, *words, entropy_TK)
 
 
 def _entropies_forward(activation, options, *inputs):
@@ -310,10 +310,11 @@ def _masked_lse_and_entropy(g_CKV, options):
     ahead_CKV, top_CK = _ahead(g_CKV, options)
     exp_CKV = jnp.exp(ahead_CKV)
     total_CK = jnp.sum(exp_CKV, axis=-1)
+    # A shard may hold no word that has a probability; its entropy does not count.
+    some_CK = jnp.where(total_CK == 0, 1.0, total_CK)
     # 0 times what is finite, where a word has no probability.
-    behind_CK = jnp.sum(exp_CKV * jnp.maximum(ahead_CKV, DEAD), axis=-1) / total_CK
-    log_CK = jnp.log(total_CK)
-    return top_CK + log_CK, log_CK - behind_CK
+    behind_CK = jnp.sum(exp_CKV * jnp.maximum(ahead_CKV, DEAD), axis=-1) / some_CK
+    return top_CK + jnp.log(total_CK), jnp.log(some_CK) - behind_CK
 
 
 def _ahead(g_CKV, options):

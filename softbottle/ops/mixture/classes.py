@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from softbottle.ops.mixture import shards
-from softbottle.ops.mixture.activations import Activation
+from softbottle.ops.mixture.activations import DEAD, Activation
 from softbottle.ops.mixture.arrays import Scores, Vocabulary
 from softbottle.ops.mixture.implementation import Shaped
 from softbottle.ops.mixture.options import Options
@@ -112,7 +112,11 @@ def scores(
 
 def joint_lse(each: Sequence[jax.Array]) -> jax.Array:
     """Log-normalizers over all classes from those over each, [T, K]."""
-    return each[0] if len(each) == 1 else jax.nn.logsumexp(jnp.stack(each), axis=0)
+    if len(each) == 1:
+        return each[0]
+    # Of a shard without a word that has a probability all are -inf, whose log-sum-exp
+    # has no derivative.
+    return jax.nn.logsumexp(jnp.maximum(jnp.stack(each), DEAD), axis=0)
 
 
 def split(rows_V: jax.Array, classes: int, size: int, fill: float = 0.0) -> jax.Array:

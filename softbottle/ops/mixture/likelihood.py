@@ -106,15 +106,18 @@ def with_own(
     labels_T: jax.Array | None,
     activation: Activation,
     options: Options,
+    entropy_TK: jax.Array | None = None,
 ) -> Scores:
     """The log-normalizers, with the scores of the labels if there are any."""
     if labels_T is None:
-        return Scores(None, lse_TK)
+        return Scores(None, lse_TK, entropy_TK)
     inputs = (context_TKE, vocabulary, labels_T, activation, options)
-    # Under `vmap` over labels alone both have to be batched: of one that is not, the
+    # Under `vmap` over labels alone all have to be batched: of one that is not, the
     # gradient would be counted for every element.
-    lse_TK += 0 * labels_T[:, None].astype(lse_TK.dtype)
-    return Scores(own_score(*inputs), lse_TK)
+    batched_T1 = 0 * labels_T[:, None].astype(lse_TK.dtype)
+    if entropy_TK is not None:
+        entropy_TK += batched_T1
+    return Scores(own_score(*inputs), lse_TK + batched_T1, entropy_TK)
 
 
 def own_score_and_slope(
@@ -173,15 +176,25 @@ def beside(
 
 
 def nll(log_prior_TK: jax.Array, score_TK: jax.Array, lse_TK: jax.Array) -> jax.Array:
-    """-log P(label) of each token, [T]."""
-    return -jax.nn.logsumexp(log_prior_TK + score_TK - lse_TK, axis=-1)
+    """-log P(label) of each token, [T].
+
+    Of a label whose bias is -inf it is inf, without a gradient: padding has such a
+    label where the first word is ruled out, and must not make its gradient NaN.
+    """
+    by_component_TK = log_prior_TK + score_TK - lse_TK
+    impossible_T = jnp.all(jnp.isneginf(score_TK), axis=-1)
+    by_component_TK = jnp.where(impossible_T[:, None], 0.0, by_component_TK)
+    log_p_T = jax.nn.logsumexp(by_component_TK, axis=-1)
+    return jnp.where(impossible_T, jnp.inf, -log_p_T)
 
 
 def posterior(
     log_prior_TK: jax.Array, score_TK: jax.Array, lse_TK: jax.Array, nll_T: jax.Array
 ) -> jax.Array:
-    """P(component | label), [T, K]."""
-    return jnp.exp(log_prior_TK + score_TK - lse_TK + nll_T[:, None])
+    """P(component | label), [T, K]; 0 of a label that has no probability."""
+    impossible_T1 = jnp.isposinf(nll_T)[:, None]
+    ahead_TK = log_prior_TK + score_TK - lse_TK + nll_T[:, None]
+    return jnp.exp(jnp.where(impossible_T1, -jnp.inf, ahead_TK))
 
 
 class Terms(NamedTuple):
@@ -204,11 +217,16 @@ def square(lse_TK: jax.Array) -> jax.Array:
 
 def weighted(targets: Targets, terms: Terms) -> jax.Array:
     """The sum of all terms of all tokens, each by its own weight."""
-    total = jnp.sum(targets.weights_T * terms.nll_T)
+    total = jnp.sum(times(targets.weights_T, terms.nll_T))
     for weight_T, term_T in zip(targets[2:], terms[1:], strict=True):
         if weight_T is not None:
-            total += jnp.sum(weight_T * term_T)
+            total += jnp.sum(times(weight_T, term_T))
     return total
+
+
+def times(weight_T: jax.Array, term_T: jax.Array) -> jax.Array:
+    """The product, 0 for a weight of 0, whatever the term: padding's may be inf."""
+    return jnp.where(weight_T != 0, weight_T * term_T, 0.0)
 
 
 def weighted_and_bars(targets: Targets, terms: Terms) -> tuple[jax.Array, Targets]:

@@ -225,10 +225,8 @@ def _fused_scores(activation, options, entropies, context_TKE, vocabulary, label
     sums = _tile_sums(activation, options, context_TKE, vocabulary, entropies)
     lse_TK = _by_token(_combined(*sums[:2]), context_TKE)
     words = (context_TKE, vocabulary, labels_T, activation, options)
-    found = likelihood.with_own(lse_TK, *words)
-    if not entropies:
-        return found
-    return found._replace(entropy_TK=_by_token(_entropy(*sums), context_TKE))
+    entropy_TK = _by_token(_entropy(*sums), context_TKE) if entropies else None
+    return likelihood.with_own(lse_TK, *words, entropy_TK)
 
 
 def _scores_forward(activation, options, entropies, *inputs):

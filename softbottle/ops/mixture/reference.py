@@ -37,11 +37,12 @@ def _scores(context_TKE, vocabulary, labels_T, activation, options):
 
 
 def _entropies(context_TKE, vocabulary, labels_T, activation, options):
-    found = _scores(context_TKE, vocabulary, labels_T, activation, options)
+    lse_TK = _lse(context_TKE, vocabulary, activation, options)
     g_TKV = _of_words(context_TKE, vocabulary, activation, options)
-    log_p_TKV = jnp.maximum(g_TKV - found.lse_TK[:, :, None], DEAD)
+    log_p_TKV = jnp.maximum(g_TKV - lse_TK[:, :, None], DEAD)
     entropy_TK = -jnp.sum(jnp.exp(log_p_TKV) * log_p_TKV, axis=-1)
-    return found._replace(entropy_TK=entropy_TK)
+    inputs = (context_TKE, vocabulary, labels_T, activation, options)
+    return likelihood.with_own(lse_TK, *inputs, entropy_TK)
 
 
 def _choice(context_TKE, table_VE, activation, options):

@@ -68,10 +68,11 @@ def joint_entropy(
     """
     if options.vocab_axis is None:
         return entropy_TK
-    behind_TK = joint_TK - lse_TK
-    return jax.lax.psum(
-        jnp.exp(-behind_TK) * (entropy_TK + behind_TK), options.vocab_axis
-    )
+    # A shard without a word that has a probability has no share: 0 times inf.
+    none_TK = jnp.isneginf(lse_TK)
+    behind_TK = joint_TK - jnp.where(none_TK, joint_TK, lse_TK)
+    share_TK = jnp.where(none_TK, 0.0, jnp.exp(-behind_TK))
+    return jax.lax.psum(share_TK * (entropy_TK + behind_TK), options.vocab_axis)
 
 
 def from_owner(

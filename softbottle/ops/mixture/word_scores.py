@@ -27,7 +27,8 @@ class Words(NamedTuple):
     """The words by class, padded to sizes that matrix units like.
 
     Products read `cast_NPE`. The table's gradient goes to `table_NPE`, which is as wide
-    as its sums and else not read.
+    as its sums and else not read; that of the gradient itself, in second derivatives,
+    to `cast_NPE`.
     """
 
     table_NPE: jax.Array
@@ -44,7 +45,7 @@ def words_of(context: jax.Array, vocabulary: Vocabulary, options: Options) -> Wo
     size = round_up(-(-len(table_VE) // count), MULTIPLE if options.on_gpu else 1)
     return Words(
         classes.split(table_VE.astype(wide), count, size),
-        jax.lax.stop_gradient(classes.split(cast_VE, count, size)),
+        classes.split(cast_VE, count, size),
         bias_V.astype(wide),
     )
 
