@@ -167,6 +167,26 @@ def test_options_reach_the_operation(kind):
         run({"__call__": (hidden, labels)})
 
 
+@pytest.mark.parametrize("kind", MAKERS)
+def test_shapes_that_do_not_go_together_are_refused(kind):
+    hidden, labels, weights = make_inputs()
+    run, _ = MAKERS[kind](HEADS["mos"])
+    with pytest.raises(ValueError, match=r"labels must have the shape \(2, 3\)"):
+        run({"nll": (hidden, labels.T)})
+    with pytest.raises(ValueError, match=r"weights must .* got \(3, 2\)"):
+        run({"__call__": (hidden, labels, weights.T)})
+
+
+def test_options_of_a_call_go_before_the_module_s():
+    hidden, labels, _ = make_inputs()
+    module = modules.NnxHead(
+        softbottle.mos(2), HIDDEN, vocab=VOCAB, context_dim=WIDTH, rngs=nnx.Rngs(0)
+    )
+    labels = labels % 7
+    fewer = module.nll(hidden, labels, options=softbottle.Options(vocab=7))
+    assert np.all(fewer < module.nll(hidden, labels))
+
+
 def test_terms_of_the_loss_are_handed_on():
     head = softbottle.softmax()
     module = modules.NnxHead(

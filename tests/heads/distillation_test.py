@@ -257,3 +257,28 @@ def make_student(tokens=2, words=5):
 def test_what_does_not_go_together_is_refused(teacher, terms, message):
     with pytest.raises(ValueError, match=message):
         distill(make_student(), teacher, **terms)
+
+
+def test_second_derivatives_are_those_of_the_formula():
+    """As of gradient penalties: the table is in the states' gradient, too."""
+    rng = np.random.default_rng(0)
+    table_VE, hidden_TD = (
+        jnp.asarray(rng.normal(size=(size, 6)), jnp.float32) for size in (11, 5)
+    )
+    log_q_TV = jax.nn.log_softmax(jnp.asarray(rng.normal(size=(5, 11)), jnp.float32))
+
+    def ours(table_VE, hidden_TD):
+        student = softbottle.Output(softbottle.softmax(), {}, table_VE, None, hidden_TD)
+        return softbottle.distill(student, softbottle.AllWords(log_q_TV))
+
+    def dense(table_VE, hidden_TD):
+        log_p_TV = jax.nn.log_softmax(hidden_TD @ table_VE.T)
+        return jnp.sum(jnp.exp(log_q_TV) * (log_q_TV - log_p_TV))
+
+    def penalty(loss):
+        def square(table_VE):
+            return jnp.sum(jnp.square(jax.grad(loss, 1)(table_VE, hidden_TD)))
+
+        return jax.jit(jax.grad(square))(table_VE)
+
+    np.testing.assert_allclose(penalty(ours), penalty(dense), rtol=1e-4, atol=1e-5)

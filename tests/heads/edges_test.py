@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -356,3 +357,41 @@ def test_log_probs_beside_a_cache_refuse_a_split_table():
     point = make_cached()
     with pytest.raises(ValueError, match="log_probs .*'model'"):
         call_cached("log_probs", point, history(point), vocab_axis="model")
+
+
+@pytest.mark.parametrize("method", ["loss", "nll"])
+@pytest.mark.parametrize("name", ["softmax", "mos", "partition", "plif"])
+def test_padding_beside_a_ruled_out_first_word_adds_nothing(name, method):
+    """A label of no weight is read as word 0, whose bias masks it here."""
+    head = CASES[name].head
+    point = oracle.cast(oracle.make_inputs(name, 5, VOCAB), jnp.float32)
+    bias_V = jnp.asarray(point.bias_V).at[0].set(-jnp.inf)
+    labels_T = jnp.array([1, 2, 3, 4, -100])
+    # The last of three chunks has a token that is none.
+    options = Options(budget_bytes=2 * 4 * VOCAB * head.contexts)
+
+    def total(read, labels_T, **terms):
+        params, table_VE, hidden_TD = read
+        output = (params, table_VE, bias_V)
+        found = getattr(head, method)(*output, hidden_TD, labels_T, **terms)
+        return found.sum()
+
+    def padded(read):
+        return total(read, labels_T, ignore_label=-100, options=options)
+
+    def kept(read):
+        params, table_VE, hidden_TD = read
+        return total((params, table_VE, hidden_TD[:4]), labels_T[:4])
+
+    read = (point.params, point.table_VE, point.hidden_TD)
+    found, expected = (jax.jit(jax.value_and_grad(f))(read) for f in (padded, kept))
+    chex.assert_trees_all_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_label_that_is_ruled_out_has_no_probability():
+    point = oracle.cast(oracle.make_inputs("mos", 3, VOCAB), jnp.float32)
+    bias_V = jnp.asarray(point.bias_V).at[0].set(-jnp.inf)
+    labels_T = jnp.array([0, 1, 2])
+    output = (point.params, point.table_VE, bias_V)
+    nll_T = CASES["mos"].head.nll(*output, point.hidden_TD, labels_T)
+    assert np.isposinf(nll_T[0]) and np.isfinite(nll_T[1:]).all()

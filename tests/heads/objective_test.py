@@ -338,3 +338,17 @@ def test_what_cannot_be_is_refused(terms, message):
     inputs = ({}, jnp.ones((4, 3)), None, jnp.ones((2, 3)), jnp.arange(2))
     with pytest.raises(ValueError, match=message):
         softbottle.softmax().measure(*inputs, **({"names": ("nll",)} | terms))
+
+
+def test_the_mean_counts_narrow_weights_in_wide_sums():
+    """257 is no number of bfloat16."""
+    output = (
+        {},
+        jnp.ones((7, 2)),
+        None,
+        jnp.zeros((257, 2)),
+        jnp.zeros(257, jnp.int32),
+    )
+    weights_T = jnp.ones(257, jnp.bfloat16)
+    mean = softbottle.softmax().loss(*output, weights_T, reduction="mean")
+    np.testing.assert_allclose(mean, np.log(7), rtol=1e-6)

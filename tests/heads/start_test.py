@@ -9,7 +9,13 @@ def test_the_bias_predicts_how_frequent_words_are():
     np.testing.assert_allclose(np.exp(bias_V), np.array([8, 1, 3]) / 12, rtol=1e-6)
 
 
-@pytest.mark.parametrize("counts", [[[1, 2]], [], [3, -1], 4])
-def test_what_are_no_counts_is_refused(counts):
-    with pytest.raises(ValueError, match="counts_V must be a vector of counts"):
+@pytest.mark.parametrize("counts", [[[1, 2]], [], 4, ["7"]])
+def test_what_is_no_vector_of_numbers_is_refused(counts):
+    with pytest.raises(ValueError, match="counts_V must be a vector of numbers"):
         softbottle.log_frequencies(counts)
+
+
+@pytest.mark.parametrize("wrong", [-1, np.inf, np.nan])
+def test_what_is_no_count_is_refused_with_its_value(wrong):
+    with pytest.raises(ValueError, match=f"finite and not negative, got {wrong:g}"):
+        softbottle.log_frequencies([3.0, wrong])

@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+import softbottle
 from softbottle import Options
 from tests import oracle
 from tests.oracle import CASES
@@ -306,3 +307,29 @@ def test_a_head_may_be_a_static_argument():
     nll = jax.jit(lambda head, *args: head.nll(*args), static_argnums=0)
     assert nll(head, *point[:5]).shape == (oracle.TOKENS,)
     assert hash(head) == hash(head)
+
+
+@pytest.mark.parametrize("head, what", [("softmax", "entropy"), ("partition", "nll")])
+def test_a_shard_without_a_word_adds_nothing(head, what):
+    head = {"softmax": softbottle.softmax(), "partition": softbottle.partition(2)}[head]
+    keys = jax.random.split(jax.random.key(0), 3)
+    table_VE = jax.random.normal(keys[0], (16, 4))
+    hidden_TD = jax.random.normal(keys[1], (3, 4))
+    params, labels_T = head.init(keys[2], 4, 4), jnp.array([1, 0, 5])
+
+    def total(options, table_VE):
+        output = (params, table_VE, None)
+        found = head.measure(*output, hidden_TD, labels_T, (what,), options=options)
+        return jnp.sum(found[what])
+
+    def step(table_VE):
+        options = Options(vocab=13, vocab_axis="model")
+        return jax.value_and_grad(functools.partial(total, options))(table_VE)
+
+    mesh = jax.make_mesh((8,), ("model",), axis_types=(AxisType.Auto,))
+    split = jax.shard_map(
+        step, mesh=mesh, in_specs=P("model"), out_specs=(P(), P("model"))
+    )
+    whole = jax.value_and_grad(functools.partial(total, Options(vocab=13)))
+    found, expected = jax.jit(split)(table_VE), jax.jit(whole)(table_VE)
+    chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-5)

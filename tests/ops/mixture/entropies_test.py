@@ -191,3 +191,22 @@ def test_the_hopper_kernel_on_a_gpu(mixed_dtypes):
     check(once, rounded, atol=1e-4)
     for left, right in zip(jax.tree.leaves(once), jax.tree.leaves(again), strict=True):
         np.testing.assert_array_equal(left, right)
+
+
+@pytest.mark.parametrize("implementation", ["blocked", "reference"])
+def test_labels_alone_may_be_batched(implementation):
+    """Several words for each state, as one samples them: a gradient for each."""
+    context_TKE, table_VE, bias_V, _ = oracle.cast(make_point(), jnp.float32)
+    labels_BT = jnp.asarray(np.random.default_rng(4).integers(VOCAB, size=(3, 13)))
+    options = Options(implementation=implementation)
+
+    def entropy(context_TKE, labels_T):
+        words = Vocabulary(table_VE, bias_V)
+        inputs = (context_TKE, words, labels_T, SOFTMAX, options)
+        return jnp.sum(api.scores_and_entropies(*inputs)[2])
+
+    def batched(context_TKE):
+        return jnp.sum(jax.vmap(entropy, (None, 0))(context_TKE, labels_BT))
+
+    expected = sum(jax.grad(entropy)(context_TKE, labels_T) for labels_T in labels_BT)
+    np.testing.assert_allclose(jax.grad(batched)(context_TKE), expected, atol=1e-5)
