@@ -395,3 +395,27 @@ def test_a_label_that_is_ruled_out_has_no_probability():
     output = (point.params, point.table_VE, bias_V)
     nll_T = CASES["mos"].head.nll(*output, point.hidden_TD, labels_T)
     assert np.isposinf(nll_T[0]) and np.isfinite(nll_T[1:]).all()
+
+
+def test_padding_beside_a_cache_and_a_ruled_out_first_word_adds_nothing():
+    head, point = cache.cached(CASES["mos"].head), make_cached()
+    bias_V = point.bias_V.at[0].set(-jnp.inf)
+    labels_BS = jnp.clip(point.labels_T, 1).at[:, -1].set(-100)
+    weights_BS = point.weights_T.at[:, -1].set(0)
+    segments_BS = jnp.ones_like(labels_BS).at[:, -1].set(0)
+
+    def total(table_VE, size):
+        hidden_BSD, *by_token = (
+            array[:, :size]
+            for array in (point.hidden_TD, labels_BS, weights_BS, segments_BS)
+        )
+        labels, weights, segments = by_token
+        memory = cache.history(hidden_BSD, labels, segments)
+        output = (point.params, table_VE, bias_V)
+        return head.loss(*output, hidden_BSD, labels, weights, memory)
+
+    found, expected = (
+        jax.jit(jax.value_and_grad(functools.partial(total, size=size)))(point.table_VE)
+        for size in (9, 8)
+    )
+    chex.assert_trees_all_close(found, expected, rtol=1e-4, atol=1e-5)

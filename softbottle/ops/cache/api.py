@@ -106,9 +106,11 @@ def join(
         target_T: the cache's log-mass on the label.
         cache_T: the cache's log-mass in all.
     """
-    score_TK = jnp.logaddexp(score_TK, target_T[:, None])
+    target_TK = jnp.broadcast_to(target_T[:, None], score_TK.shape)
+    # Both are -inf for a label that is ruled out and in no entry, as padding's may be.
+    score_TK = _log_sum(jnp.stack([score_TK, target_TK], axis=-1))
     lse_TK = jnp.logaddexp(lse_TK, cache_T[:, None])
-    return jax.nn.logsumexp(log_prior_TK + score_TK - lse_TK, axis=-1)
+    return _log_sum(log_prior_TK + score_TK - lse_TK)
 
 
 def gates(

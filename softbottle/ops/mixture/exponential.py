@@ -331,6 +331,8 @@ def _chunk(
         for each_CK in both
     )
     near_CK = likelihood.beside(score_CK, score_CK, elsewhere)[0]
+    # Finite, or a word of bias -inf less a label of bias -inf would be NaN.
+    near_CK = jnp.maximum(near_CK, DEAD)
     cast_NCKE = cast_CKE[None] if cast_CKE.ndim == 3 else jnp.moveaxis(cast_CKE, 1, 0)
     e_NRP, total_NCK, ref_NCK, peak = _exponentials(
         route, activation, options, padded, cast_NCKE, near_CK, peaks=argmax
