@@ -34,6 +34,10 @@ from softbottle.ops.mixture.options import (
     product_dtype,
     sum_dtype,
 )
+from softbottle.ops.mixture.products import pad_width
+
+# Columns that fill 16 bytes of bfloat16.
+_ALIGNED = 8
 
 
 class Tokens(NamedTuple):
@@ -155,6 +159,7 @@ def _gradients(dtype, words, tokens, level_bars, z_bars):
     )
     context_bars = [_einsum(by_token, dtype, bar_CS, table_SE) for bar_CS in z_bars]
     # A column of ones sums the gates' gradients in the same products.
+    dim = vector_SG.shape[1]
     feature_CJG, vector_SG = _with_ones(feature_CJG), _with_ones(vector_SG)
     vector_bars = [
         _einsum(by_word, dtype, bar_CS, feature_CJG[:, j])
@@ -167,17 +172,22 @@ def _gradients(dtype, words, tokens, level_bars, z_bars):
         jnp.stack(bars, axis=1) for bars in (vector_bars, feature_bars)
     )
     return (
-        (table_bar_SE, vector_bar_SJG[..., :-1].sum(axis=1), vector_bar_SJG[..., -1]),
+        (
+            table_bar_SE,
+            vector_bar_SJG[..., :dim].sum(axis=1),
+            vector_bar_SJG[..., dim],
+        ),
         (
             jnp.stack(context_bars, axis=1),
-            feature_bar_CJG[..., :-1],
-            feature_bar_CJG[..., -1],
+            feature_bar_CJG[..., :dim],
+            feature_bar_CJG[..., dim],
         ),
     )
 
 
 def _with_ones(array):
-    return jnp.concatenate([array, jnp.ones_like(array[..., :1])], axis=-1)
+    array = jnp.concatenate([array, jnp.ones_like(array[..., :1])], axis=-1)
+    return pad_width(array, _ALIGNED)
 
 
 def _like(tree, other):
@@ -273,6 +283,13 @@ def _prepared(tokens, words, options):
     wide = sum_dtype(tokens.context_TKE, table_SE)
     # As wide as their gradients, which are summed over the chunks.
     words = jax.tree.map(lambda array: array.astype(wide), words)
+    if options.on_gpu:
+        # Of other widths its library has slower products, by a factor of two.
+        table_SE = pad_width(words.vocabulary.table_VE, _ALIGNED)
+        vocabulary = words.vocabulary._replace(table_VE=table_SE)
+        words = words._replace(vocabulary=vocabulary)
+        context_TKE = pad_width(tokens.context_TKE, _ALIGNED)
+        tokens = tokens._replace(context_TKE=context_TKE)
     count, components, _ = tokens.context_TKE.shape
     # The products of a word and a token, and the gradients that the next ones read.
     held = components * (wide.itemsize + dtype.itemsize)

@@ -11,6 +11,7 @@ from softbottle.ops.mixture import decode, gated
 from softbottle.ops.mixture.arrays import Vocabulary
 from softbottle.ops.mixture.options import Options
 from tests import oracle
+from tests.ops import devices
 
 TOKENS, WIDTH, FREQUENT, FEATURE = 11, 7, 13, 3
 BUDGETS = [1, 5_000, 2**30]
@@ -75,15 +76,20 @@ def exact_step(*arrays):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "components, budget", [(2, BUDGETS[0]), (2, BUDGETS[1]), (8, BUDGETS[2])]
+    "components, budget, device",
+    [
+        (2, BUDGETS[0], devices.CPU),
+        (2, BUDGETS[1], devices.H200),
+        (8, BUDGETS[2], devices.CPU),
+    ],
 )
 def test_scores_and_gradients_are_those_of_the_dense_logits(
-    components, budget, float64
+    components, budget, device, float64
 ):
     arrays = oracle.cast(make_problem(components), jnp.float64)
 
     def ours(*arrays):
-        options = Options(budget_bytes=budget)
+        options = Options(budget_bytes=budget, device=device)
         return weighted(gated.scores(*paired(arrays), LABELS_T, options))
 
     step = jax.jit(jax.value_and_grad(ours, tuple(range(7))))
@@ -149,6 +155,23 @@ def test_no_array_over_tokens_components_and_words_is_stored():
     largest = max(int(np.prod(shape)) for shape in shapes)
     assert largest < TOKENS * 4 * FREQUENT
     assert (TOKENS, 1) in shapes
+
+
+@pytest.mark.parametrize("device, unaligned", [(devices.CPU, 3 * 4), (devices.H200, 0)])
+def test_products_on_a_gpu_read_rows_of_whole_16_bytes(device, unaligned):
+    tokens, words = paired(oracle.cast(make_problem(), jnp.float32))
+
+    def loss(tokens, words):
+        labels_T, options = jnp.zeros(TOKENS, jnp.int32), Options(device=device)
+        return sum(map(jnp.sum, gated.scores(tokens, words, labels_T, options)))
+
+    widths = [
+        {variable.aval.shape[-1] for variable in (*equation.invars, *equation.outvars)}
+        for equation in every_equation(jax.make_jaxpr(jax.grad(loss))(tokens, words))
+        if equation.primitive.name == "dot_general"
+    ]
+    # A context with the table, and the gradients of both, for each component.
+    assert sum(WIDTH in each for each in widths) == unaligned
 
 
 def every_equation(jaxpr):
