@@ -130,8 +130,12 @@ def resume(trainer: Trainer) -> tuple[TrainState, History]:
         if checkpoints is not None:
             checkpoints.forget_after(int(state.step))
     if (best := _best_loss(trainer)) != history.best:
-        # Damaged and put aside: an earlier one is the best so far, or none is.
-        history.best, history.evaluated = best, -1
+        # The validation of this step came after its checkpoint, and is not done again:
+        # rounded otherwise it may be better, and its step is there already. Or the best
+        # was damaged and put aside: an earlier one is the best so far, or none is.
+        step = int(state.step)
+        validated = trainer.best.latest() == step
+        history.best, history.evaluated = best, step if validated else -1
     if mesh is None:
         state = sharding.committed(state)
     return state, history

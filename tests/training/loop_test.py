@@ -479,6 +479,21 @@ def test_the_last_validation_has_one_line_however_often_the_run_ends(
         assert curve(copied) == before
 
 
+@pytest.mark.slow
+def test_the_last_validation_is_not_done_again_where_it_may_be_rounded_otherwise(
+    copied, monkeypatch
+):
+    """It was saved as the best after the checkpoint of the same step."""
+    config = tiny(train__series=True, train__steps=15, train__eval_every=50)
+    summary = train.run(config, copied)
+    assert checkpoint.sealed_steps(copied / "best") == [15]
+    loss = evaluate.Evaluation.loss.fget
+    lower = property(lambda evaluation: (1 - 1e-6) * loss(evaluation))
+    monkeypatch.setattr(evaluate.Evaluation, "loss", lower)
+    again = train.run(config, copied)
+    assert again["valid_perplexity"] == summary["valid_perplexity"]
+
+
 def test_a_second_trainer_is_refused_and_changes_nothing(copied):
     def content():
         paths = [path for path in copied.rglob("*") if path.is_file()]
