@@ -154,6 +154,9 @@ def _loop(trainer, program, state, history):
             leaving = asked_to_stop(step)
             if step % train.checkpoint_every == 0 or leaving:
                 report.settle()
+                if not _continues(train, step, stream.epoch, history):
+                    # A run that resumes from its last step has no metrics to report.
+                    report.finish()
                 _save(trainer, state, history, report)
             if leaving:
                 break

@@ -494,6 +494,25 @@ def test_the_last_validation_is_not_done_again_where_it_may_be_rounded_otherwise
     assert again["valid_perplexity"] == summary["valid_perplexity"]
 
 
+def test_stopped_after_its_last_step_a_run_has_a_line_of_it(copied, monkeypatch):
+    config = tiny(train__series=True, train__steps=15, train__log_every=50)
+    add = metrics.Report.add
+
+    def stop(report, step, *arguments):
+        if step == 15:
+            os.kill(os.getpid(), signal.SIGTERM)
+        add(report, step, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(metrics.Report, "add", stop)
+        assert train.run(config, copied) == {}
+    assert train.run(config, copied)["steps"] == 15
+    assert [line["step"] for line in metrics.read(copied) if "loss" in line][-2:] == [
+        10,
+        15,
+    ]
+
+
 def test_a_second_trainer_is_refused_and_changes_nothing(copied):
     def content():
         paths = [path for path in copied.rglob("*") if path.is_file()]
