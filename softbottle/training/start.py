@@ -81,18 +81,21 @@ def prepare(
     model = model_lib.make(config, len(corpus.vocab), mesh)
     tx = optim.make(config.optim)
     step_lib.check_memory(config, model, tx, mesh)
+    cut = lines.cut(data, corpus.vocab)
+    for name in ("valid", "test"):
+        evaluate.check_text(name, corpus.splits[name], data.eval_length, cut)
+    share = {
+        "process_index": jax.process_index(),
+        "process_count": jax.process_count(),
+    }
+    stream = lines.stream(data, corpus.vocab, corpus.train, config.seed, **share)
     # Last, so that a start that is refused leaves nothing for the next to agree with.
     if jax.process_index() == 0:
         text = corpus_lib.digest(corpus)
         state_lib.write_run(workdir, config, corpus.vocab, text)
         readme.write(workdir, workdir)
     distributed.barrier("the run is written")
-    share = {
-        "process_index": jax.process_index(),
-        "process_count": jax.process_count(),
-    }
     cached = config.cache.objective != "plain"
-    cut = lines.cut(data, corpus.vocab)
     return Trainer(
         config,
         workdir,
@@ -102,7 +105,7 @@ def prepare(
         model,
         step_lib.make_step(config, model, tx, mesh),
         evaluate.make_evaluator(model, cached=cached, cut=cut, mesh=mesh),
-        lines.stream(data, corpus.vocab, corpus.train, config.seed, **share),
+        stream,
         checkpoint.Checkpoints(workdir / "checkpoints", train.keep),
         checkpoint.Checkpoints(workdir / "best", 1, required=False),
         checkpoint.Checkpoints(workdir / "series", None, required=False)

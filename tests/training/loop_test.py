@@ -15,8 +15,9 @@ import pytest
 
 from softbottle import config as configs
 from softbottle import model, sharding
-from softbottle.data import synthetic
+from softbottle.data import corpus, synthetic
 from softbottle.data.batches import Stream
+from softbottle.data.vocab import Corpus
 from softbottle.training import (
     checkpoint,
     evaluate,
@@ -29,7 +30,7 @@ from softbottle.training import (
 from softbottle.training import loop as train
 from softbottle.training import step as step_lib
 from tests import commands
-from tests.tiny import make_config
+from tests.tiny import make_config, make_words
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 
@@ -575,6 +576,27 @@ def test_a_start_that_fails_does_not_bind_the_next_to_its_settings(tmp_path):
     assert state.load_config(tmp_path).data.test_rows == 3
     assert metrics.read(tmp_path)[0]["start"]["config"]["data"]["test_rows"] == 3
     assert f"--workdir {tmp_path}" in (tmp_path / "README.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    "split, ids, unit, message",
+    [
+        ("test", [1, 2, 3, 1, 0], "lines", "test text .*eval_length=4: a line needs 5"),
+        ("valid", [2], "stream", "valid text is one word long"),
+        ("train", [1, 2, 0], "lines", "1 lines are too few for 2 rows"),
+    ],
+)
+def test_a_text_that_cannot_be_read_is_refused_before_anything_is_written(
+    tmp_path, monkeypatch, split, ids, unit, message
+):
+    texts = dict.fromkeys(("train", "valid", "test"), [1, 2, 0, 2, 3, 0]) | {split: ids}
+    arrays = {name: np.array(text, np.int32) for name, text in texts.items()}
+    text = Corpus(**arrays, vocab=make_words(4))
+    monkeypatch.setattr(corpus, "load", lambda data: text)
+    config = tiny(data__unit=unit, data__rows=2, data__eval_length=4)
+    with pytest.raises(ValueError, match=message):
+        train.run(config, tmp_path)
+    assert not (tmp_path / "config.json").exists()
 
 
 def test_a_run_resumed_from_before_its_best_step_may_find_another_best(copied):
