@@ -245,9 +245,8 @@ def _after_epoch(trainer, state, history, report, loss):
     ):
         report.say(f"averaging begins after epoch {epoch}")
         state = state.replace(opt_state=optim.start_averaging(state.opt_state))
-    patience = config.train.stop_patience
-    history.stopped = bool(patience) and optim.no_better(history.losses, loss, patience)
     history.losses.append(loss)
+    history.stopped = optim.should_stop(config.train.stop_patience, history.losses)
     return state
 
 

@@ -128,6 +128,10 @@ def resume(trainer: Trainer) -> tuple[TrainState, History]:
         state, host = trainer.latest.restore(like)
         trainer.stream.seek(host["position"])
         history = History(**host["history"])
+        # The patience may be a longer one than when it ended the run.
+        history.stopped = history.stopped and optim.should_stop(
+            config.train.stop_patience, history.losses
+        )
     # Checkpoints after the step that the run resumes from will be written again.
     for checkpoints in (trainer.best, trainer.series):
         if checkpoints is not None:

@@ -680,6 +680,9 @@ def test_averaging_begins_and_a_run_stops_by_the_rule_of_the_authors(tmp_path):
     averaging = [line["averaging"] for line in lines]
     assert averaging == [False] * (switch + 1) + [True] * (stop - switch)
     assert train.run(tiny_again(config), tmp_path)["steps"] == summary["steps"]
+    patient = tiny_again(config)
+    patient.train.steps, patient.train.stop_patience = summary["steps"] + 2, None
+    assert train.run(patient, tmp_path)["steps"] == summary["steps"] + 2
 
 
 def tiny_again(config):
