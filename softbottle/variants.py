@@ -18,8 +18,9 @@ from softbottle import heads, model
 def with_head(config: config_lib.Config, name: str, width: int) -> config_lib.Config:
     """The same settings with another head and another width of the output table.
 
-    Of the head's settings those stay that the other has as well. A head that reads the
-    state as its context gets a last layer of that width.
+    Of the head's settings those stay that the other has as well; the penalty on uneven
+    components goes where it has none. A head that reads the state as its context gets a
+    last layer of that width.
 
     Raises:
         ValueError: if there is no such head, or it needs a setting that is not set.
@@ -29,6 +30,8 @@ def with_head(config: config_lib.Config, name: str, width: int) -> config_lib.Co
         if setting not in own:
             values["head"][setting] = None
     values["head"] |= {"name": name}
+    if "components" not in own:
+        values["regularise"] |= {"balance": 0.0}
     values["model"] |= {"context_dim": width}
     if config.model.tied:
         values["model"] |= {"embed_dim": width}

@@ -43,6 +43,14 @@ def test_another_head_has_the_settings_that_both_have(name):
     assert variant.model.last_dim == (7 if kept else 4)
 
 
+def test_a_head_without_components_is_not_penalized_for_their_use():
+    config = with_settings("mos", components=2)
+    config.regularise.balance = 0.1
+    softmax = variants.equal_softmax(config, VOCAB, 200)
+    assert softmax.regularise.balance == 0 and models.make(softmax, VOCAB)
+    assert variants.with_head(config, "moc", 5).regularise.balance == 0.1
+
+
 @pytest.mark.parametrize("name, setting", [("mos", "components"), ("gss", "center")])
 def test_another_head_that_needs_a_setting_is_refused_without_it(name, setting):
     with pytest.raises(ValueError, match=f"head.{setting} must be set: {name} has no"):

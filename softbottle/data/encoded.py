@@ -92,13 +92,14 @@ def _digest(ids):
 
 
 def _expected(folder):
-    """The hash of each file by the manifest, or None if there is none."""
+    """The hash of each file by the manifest, or None if there is no folder."""
+    if not folder.exists():
+        return None
     try:
         sums = json.loads((folder / "manifest.json").read_bytes())["sha256"]
         return {name: str(sums[name]) for name in _HASHED}
-    except FileNotFoundError:
-        return None
-    except (ValueError, KeyError, TypeError) as error:
+    except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
+        # A folder appears with all that is in it, by a rename.
         raise _damage(folder, "manifest.json") from error
 
 

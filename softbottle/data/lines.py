@@ -114,6 +114,9 @@ class Lines:
 class Packed(Stream):
     """A stream of batches in which every line is a segment of its own.
 
+    No carry fits any batch, in training as in evaluation: segments are numbered anew,
+    and the number of a row's last line may be that of another line in the next batch.
+
     Args:
         ids: a run of ids in which `eos` ends a line.
         eos: that id.
@@ -127,6 +130,11 @@ class Packed(Stream):
     ):
         super().__init__(ids, rows, length, **share)
         self._eos = eos
+
+    @property
+    def starts_epoch(self) -> bool:
+        """True: the lines of every batch begin there."""
+        return True
 
     def next(self) -> Batch:
         """The next batch."""

@@ -2,7 +2,7 @@
 
     ptb   ptb.train.txt         ptb.valid.txt         ptb.test.txt
     wt2   wiki.train.tokens     wiki.valid.tokens     wiki.test.tokens
-    text  train.txt             valid.txt             test.txt
+    text  train.txt             valid.txt             test.txt  (plain, .gz or .xz)
           or any file, or folder of files, of which the first 90% train, the next 5%
           validate and the last 5% test
     lm1b  training-monolingual.tokenized.shuffled/, heldout-monolingual.tokenized.
@@ -35,6 +35,7 @@ _LM1B = "{}-monolingual.tokenized.shuffled"
 _LM1B_SHARDS: dict[Split, tuple[int, ...]] = {"valid": (0, 10), "test": (20, 30, 40)}
 _CUTS = (0.9, 0.95)  # where a text that is not split ends to train, and to validate
 _OPENERS = {".gz": gzip.open, ".xz": lzma.open}
+_SUFFIXES = ("", *_OPENERS)
 
 
 class Source(NamedTuple):
@@ -64,6 +65,8 @@ def of_corpus(config: config_lib.Data) -> dict[Split, Source]:
     if config.name == "lm1b":
         return _lm1b_sources(folder)
     files = {name: folder / _NAMES[config.name].format(name) for name in SPLITS}
+    if config.name == "text":
+        files = {name: _as_it_is(path) for name, path in files.items()}
     missing = [str(path) for path in files.values() if not path.is_file()]
     if missing:
         raise FileNotFoundError(f"corpus {config.name} needs {', '.join(missing)}.")
@@ -86,7 +89,24 @@ def of_paths(paths: Sequence[str]) -> Source:
 
 def _has_splits(folder):
     """Whether a folder has the file of a split; it then needs all three."""
-    return any((folder / f"{name}.txt").exists() for name in SPLITS)
+    # By name alone: a link that leads nowhere is a split that is missing.
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    texts = {_NAMES["text"].format(name) for name in SPLITS}
+    return any(text + suffix in names for text in texts for suffix in _SUFFIXES)
+
+
+def _as_it_is(path):
+    """A file, or the compressed one in its place.
+
+    Raises:
+        ValueError: if it is there in several ways.
+    """
+    files = [path.with_name(path.name + suffix) for suffix in _SUFFIXES]
+    there = [file for file in files if file.is_file()] or [path]
+    if len(there) > 1:
+        names = " and ".join(file.name for file in there)
+        raise ValueError(f"{path.parent} has {names}: which of them is the text?")
+    return there[0]
 
 
 def _cut_in_three(source):

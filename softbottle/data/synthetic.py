@@ -111,7 +111,9 @@ def _stationary(p_VV):
     words = len(p_VV)
     system = np.concatenate([p_VV.T - np.eye(words), np.ones((1, words))])
     right = np.concatenate([np.zeros(words), [1.0]])
-    return np.linalg.lstsq(system, right)[0]
+    solved_V = np.linalg.lstsq(system, right)[0]
+    # Rounded, words that hardly ever occur may come out below 0.
+    return np.maximum(solved_V, 0.0) / np.maximum(solved_V, 0.0).sum()
 
 
 def _walk(truth, tokens, random):

@@ -22,13 +22,20 @@ def run(config: config_lib.Config, workdir: pathlib.Path | str) -> dict[str, Any
     are trained in folders of these names in `workdir`.
 
     Raises:
-        ValueError: also if templates are not read as lines that end in an answer.
+        ValueError: also if templates are not read as lines that end in an answer, or
+            a run that starts from another's parameters wants softmaxes beside it.
     """
-    data = config.data
+    data, train = config.data, config.train
     if data.name == "templates" and data.unit != "answers":
         raise ValueError(
             "a run on templates is measured on their answers: data.unit must be "
             f"'answers', got {data.unit!r}."
+        )
+    if train.init_from and (train.equal_softmax or train.same_width_softmax):
+        raise ValueError(
+            f"train.init_from={train.init_from!r} is no start for the softmaxes that "
+            "train.equal_softmax and train.same_width_softmax train beside the run: "
+            "set one or the other."
         )
     summary = loop.run(config, workdir, at_end=_measure)
     if summary and jax.process_index() == 0:

@@ -46,6 +46,29 @@ class Evaluation:
         return metrics.perplexity(self.loss)
 
 
+def check_text(name: str, ids: np.ndarray, length: int, cut: Cut | None) -> None:
+    """Raise ValueError unless a text can be evaluated; for before a training.
+
+    Args:
+        name: of its split, for the message.
+        ids: the text.
+        length: `data.eval_length`.
+        cut: as `make_evaluator` takes it.
+    """
+    if len(ids) < 2:
+        raise ValueError(
+            f"the {name} text is one word long, and none follows it to be predicted."
+        )
+    if cut is None:
+        return
+    try:
+        next(cut(ids, 1, length))
+    except ValueError as error:
+        raise ValueError(
+            f"the {name} text cannot be read with data.eval_length={length}: {error}"
+        ) from error
+
+
 def make_evaluator(
     model: Model,
     *,

@@ -154,6 +154,9 @@ def _loop(trainer, program, state, history):
             leaving = asked_to_stop(step)
             if step % train.checkpoint_every == 0 or leaving:
                 report.settle()
+                if not _continues(train, step, stream.epoch, history):
+                    # A run that resumes from its last step has no metrics to report.
+                    report.finish()
                 _save(trainer, state, history, report)
             if leaving:
                 break
@@ -242,9 +245,8 @@ def _after_epoch(trainer, state, history, report, loss):
     ):
         report.say(f"averaging begins after epoch {epoch}")
         state = state.replace(opt_state=optim.start_averaging(state.opt_state))
-    patience = config.train.stop_patience
-    history.stopped = bool(patience) and optim.no_better(history.losses, loss, patience)
     history.losses.append(loss)
+    history.stopped = optim.should_stop(config.train.stop_patience, history.losses)
     return state
 
 

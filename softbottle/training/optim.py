@@ -130,6 +130,11 @@ def should_average(
     return config.averaging == "et" and epoch >= config.switch_epoch
 
 
+def should_stop(patience: int | None, losses: Sequence[float]) -> bool:
+    """Whether the last validation loss says so, by `train.stop_patience`."""
+    return patience is not None and no_better(losses[:-1], losses[-1], patience)
+
+
 def no_better(earlier: Sequence[float], loss: float, patience: int) -> bool:
     """Whether a loss exceeds the best of all but the last `patience` before it."""
     return len(earlier) > patience and loss > min(earlier[:-patience])

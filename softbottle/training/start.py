@@ -81,18 +81,21 @@ def prepare(
     model = model_lib.make(config, len(corpus.vocab), mesh)
     tx = optim.make(config.optim)
     step_lib.check_memory(config, model, tx, mesh)
+    cut = lines.cut(data, corpus.vocab)
+    for name in ("valid", "test"):
+        evaluate.check_text(name, corpus.splits[name], data.eval_length, cut)
+    share = {
+        "process_index": jax.process_index(),
+        "process_count": jax.process_count(),
+    }
+    stream = lines.stream(data, corpus.vocab, corpus.train, config.seed, **share)
     # Last, so that a start that is refused leaves nothing for the next to agree with.
     if jax.process_index() == 0:
         text = corpus_lib.digest(corpus)
         state_lib.write_run(workdir, config, corpus.vocab, text)
         readme.write(workdir, workdir)
     distributed.barrier("the run is written")
-    share = {
-        "process_index": jax.process_index(),
-        "process_count": jax.process_count(),
-    }
     cached = config.cache.objective != "plain"
-    cut = lines.cut(data, corpus.vocab)
     return Trainer(
         config,
         workdir,
@@ -102,7 +105,7 @@ def prepare(
         model,
         step_lib.make_step(config, model, tx, mesh),
         evaluate.make_evaluator(model, cached=cached, cut=cut, mesh=mesh),
-        lines.stream(data, corpus.vocab, corpus.train, config.seed, **share),
+        stream,
         checkpoint.Checkpoints(workdir / "checkpoints", train.keep),
         checkpoint.Checkpoints(workdir / "best", 1, required=False),
         checkpoint.Checkpoints(workdir / "series", None, required=False)
@@ -125,13 +128,21 @@ def resume(trainer: Trainer) -> tuple[TrainState, History]:
         state, host = trainer.latest.restore(like)
         trainer.stream.seek(host["position"])
         history = History(**host["history"])
+        # The patience may be a longer one than when it ended the run.
+        history.stopped = history.stopped and optim.should_stop(
+            config.train.stop_patience, history.losses
+        )
     # Checkpoints after the step that the run resumes from will be written again.
     for checkpoints in (trainer.best, trainer.series):
         if checkpoints is not None:
             checkpoints.forget_after(int(state.step))
     if (best := _best_loss(trainer)) != history.best:
-        # Damaged and put aside: an earlier one is the best so far, or none is.
-        history.best, history.evaluated = best, -1
+        # The validation of this step came after its checkpoint, and is not done again:
+        # rounded otherwise it may be better, and its step is there already. Or the best
+        # was damaged and put aside: an earlier one is the best so far, or none is.
+        step = int(state.step)
+        validated = trainer.best.latest() == step
+        history.best, history.evaluated = best, step if validated else -1
     if mesh is None:
         state = sharding.committed(state)
     return state, history

@@ -287,6 +287,32 @@ def test_any_text_is_cut_into_train_valid_and_test(
     assert np.allclose(np.cumsum(kept), [0.9 * 399, 0.95 * 399, 399], atol=1.5)
 
 
+@pytest.mark.parametrize(
+    "suffix, pack", [(".gz", gzip.compress), (".xz", lzma.compress)]
+)
+def test_compressed_splits_are_taken_as_they_are_split(settings, suffix, pack):
+    expected = words_of(corpus.load(settings))
+    folder = pathlib.Path(settings.path)
+    for name in SPLITS:
+        plain = folder / f"{name}.txt"
+        (folder / f"{name}.txt{suffix}").write_bytes(pack(plain.read_bytes()))
+        plain.unlink()
+    assert words_of(corpus.load(settings)) == expected
+    plain.write_text("a")
+    with pytest.raises(ValueError, match=f"has test.txt and test.txt{suffix}: which"):
+        corpus.load(settings)
+
+
+def test_splits_that_are_links_to_nowhere_are_missing(settings):
+    folder = pathlib.Path(settings.path)
+    (folder / "notes.txt").write_text("not the text\n" * 9)
+    for name in SPLITS:
+        (folder / f"{name}.txt").unlink()
+        (folder / f"{name}.txt").symlink_to("gone.txt")
+    with pytest.raises(FileNotFoundError, match="needs .*train.txt, .*test.txt"):
+        corpus.load(settings)
+
+
 def test_a_text_that_is_too_short_to_be_cut_says_for_what(settings, tmp_path):
     path = tmp_path / "short.txt"
     path.write_text("one two")

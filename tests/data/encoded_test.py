@@ -79,7 +79,7 @@ def test_a_file_cut_short_is_an_error_that_names_it(settings, folder, name, left
         corpus.load(settings)
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", [*FILES, "manifest.json"])
 def test_a_missing_file_is_named(settings, folder, name):
     (folder / name).unlink()
     with pytest.raises(ValueError, match=f"{name} is not what was.*delete it"):

@@ -1,9 +1,12 @@
+import jax
 import numpy as np
 import pytest
 
 from softbottle import config as configs
+from softbottle import model
 from softbottle.data import batches, lines
 from softbottle.data.vocab import Vocab
+from tests import tiny
 
 EOS = 0
 TEXT = np.array([3, 1, 2, 0, 0, 4, 0, 2, 2, 0, 1, 5, 4, 3, 0, 5, 1], np.int32)
@@ -119,6 +122,33 @@ def test_packed_lines_are_segments_that_begin_where_one_ends():
         ([0, 1, 5, 4, 3], [1, 5, 4, 3, 0]),
         ([0, 5], [5, 1]),
     ]
+
+
+@pytest.mark.slow
+def test_a_line_is_not_trained_with_one_of_the_batch_before():
+    """Of which the last line of a row may have the same number as the next row's."""
+    config = tiny.make_config(
+        head__name="softmax",
+        head__components=None,
+        data__unit="packed",
+        data__rows=1,
+        data__length=4,
+        model__last_dim=3,
+        model__order=3,
+    )
+    functions = model.make(config, 11)
+    params = tiny.draw(jax.eval_shape(functions.init, jax.random.key(0)))
+    ids = np.array([5, EOS, 6, 7, EOS, 8, 9, EOS, 3, 4], np.int32)
+    stream = lines.stream(config.data, tiny.make_words(11), ids, 0)
+    empty = functions.initial_carry(1)
+    _, carry = functions.hidden(params, stream.next(), empty)
+    batch = stream.next()
+    assert batch.ids_BS[0, 0] == EOS
+    trained, evaluated = (
+        functions.hidden(params, batch, each)[0]
+        for each in (empty if stream.starts_epoch else carry, empty)
+    )
+    np.testing.assert_array_equal(trained, evaluated)
 
 
 def test_a_packed_text_is_evaluated_line_by_line_and_padding_stays_padding():

@@ -30,6 +30,14 @@ def test_the_stationary_distribution_is_where_many_steps_lead(truth):
     np.testing.assert_allclose(truth.stationary_V.sum(), 1, rtol=1e-12)
 
 
+def test_a_language_of_words_that_hardly_ever_occur_has_a_text():
+    config = make_config(words=64, spread=50.0)
+    rare = synthetic.language(config)
+    assert rare.stationary_V.min() >= 0
+    np.testing.assert_allclose(rare.stationary_V.sum(), 1, rtol=1e-12)
+    assert len(synthetic.corpus(config).train) == config.train_tokens
+
+
 def test_the_entropy_is_the_mean_surprise_of_the_next_word(truth):
     entropy = 0.0
     for word, share in enumerate(truth.stationary_V):

@@ -91,6 +91,16 @@ def test_templates_without_answers_are_refused_before_they_are_trained(unit, tmp
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("rival", ending.RIVALS)
+def test_softmaxes_beside_a_run_that_starts_from_another_are_refused(rival, tmp_path):
+    config = tiny.make_config(
+        train__init_from="runs/other", **{f"train__{rival}": True}
+    )
+    with pytest.raises(ValueError, match="init_from='runs/other' is no start for the"):
+        trial.run(config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.slow
 def test_a_run_stopped_beside_its_rival_says_so_and_goes_on(tried):
     workdir, summary, printed = tried

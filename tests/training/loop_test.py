@@ -15,8 +15,9 @@ import pytest
 
 from softbottle import config as configs
 from softbottle import model, sharding
-from softbottle.data import synthetic
+from softbottle.data import corpus, synthetic
 from softbottle.data.batches import Stream
+from softbottle.data.vocab import Corpus
 from softbottle.training import (
     checkpoint,
     evaluate,
@@ -29,7 +30,7 @@ from softbottle.training import (
 from softbottle.training import loop as train
 from softbottle.training import step as step_lib
 from tests import commands
-from tests.tiny import make_config
+from tests.tiny import make_config, make_words
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 
@@ -479,6 +480,40 @@ def test_the_last_validation_has_one_line_however_often_the_run_ends(
         assert curve(copied) == before
 
 
+@pytest.mark.slow
+def test_the_last_validation_is_not_done_again_where_it_may_be_rounded_otherwise(
+    copied, monkeypatch
+):
+    """It was saved as the best after the checkpoint of the same step."""
+    config = tiny(train__series=True, train__steps=15, train__eval_every=50)
+    summary = train.run(config, copied)
+    assert checkpoint.sealed_steps(copied / "best") == [15]
+    loss = evaluate.Evaluation.loss.fget
+    lower = property(lambda evaluation: (1 - 1e-6) * loss(evaluation))
+    monkeypatch.setattr(evaluate.Evaluation, "loss", lower)
+    again = train.run(config, copied)
+    assert again["valid_perplexity"] == summary["valid_perplexity"]
+
+
+def test_stopped_after_its_last_step_a_run_has_a_line_of_it(copied, monkeypatch):
+    config = tiny(train__series=True, train__steps=15, train__log_every=50)
+    add = metrics.Report.add
+
+    def stop(report, step, *arguments):
+        if step == 15:
+            os.kill(os.getpid(), signal.SIGTERM)
+        add(report, step, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(metrics.Report, "add", stop)
+        assert train.run(config, copied) == {}
+    assert train.run(config, copied)["steps"] == 15
+    assert [line["step"] for line in metrics.read(copied) if "loss" in line][-2:] == [
+        10,
+        15,
+    ]
+
+
 def test_a_second_trainer_is_refused_and_changes_nothing(copied):
     def content():
         paths = [path for path in copied.rglob("*") if path.is_file()]
@@ -541,6 +576,27 @@ def test_a_start_that_fails_does_not_bind_the_next_to_its_settings(tmp_path):
     assert state.load_config(tmp_path).data.test_rows == 3
     assert metrics.read(tmp_path)[0]["start"]["config"]["data"]["test_rows"] == 3
     assert f"--workdir {tmp_path}" in (tmp_path / "README.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    "split, ids, unit, message",
+    [
+        ("test", [1, 2, 3, 1, 0], "lines", "test text .*eval_length=4: a line needs 5"),
+        ("valid", [2], "stream", "valid text is one word long"),
+        ("train", [1, 2, 0], "lines", "1 lines are too few for 2 rows"),
+    ],
+)
+def test_a_text_that_cannot_be_read_is_refused_before_anything_is_written(
+    tmp_path, monkeypatch, split, ids, unit, message
+):
+    texts = dict.fromkeys(("train", "valid", "test"), [1, 2, 0, 2, 3, 0]) | {split: ids}
+    arrays = {name: np.array(text, np.int32) for name, text in texts.items()}
+    text = Corpus(**arrays, vocab=make_words(4))
+    monkeypatch.setattr(corpus, "load", lambda data: text)
+    config = tiny(data__unit=unit, data__rows=2, data__eval_length=4)
+    with pytest.raises(ValueError, match=message):
+        train.run(config, tmp_path)
+    assert not (tmp_path / "config.json").exists()
 
 
 def test_a_run_resumed_from_before_its_best_step_may_find_another_best(copied):
@@ -624,6 +680,9 @@ def test_averaging_begins_and_a_run_stops_by_the_rule_of_the_authors(tmp_path):
     averaging = [line["averaging"] for line in lines]
     assert averaging == [False] * (switch + 1) + [True] * (stop - switch)
     assert train.run(tiny_again(config), tmp_path)["steps"] == summary["steps"]
+    patient = tiny_again(config)
+    patient.train.steps, patient.train.stop_patience = summary["steps"] + 2, None
+    assert train.run(patient, tmp_path)["steps"] == summary["steps"] + 2
 
 
 def tiny_again(config):
