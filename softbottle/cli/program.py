@@ -22,7 +22,7 @@ import sys
 import traceback
 import types
 from collections.abc import Sequence
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 if _missing := [
     name
@@ -51,7 +51,7 @@ from softbottle.training.metrics import NonFiniteLossError, WriteError
 
 __all__ = [
     *("app", "define_compilation_cache", "define_config", "define_float"),
-    *("define_numbers", "flags", "run"),
+    *("define_numbers", "flags", "refuse_unread", "run"),
 ]
 
 Number = TypeVar("Number", int, float)
@@ -148,6 +148,17 @@ def define_numbers(
     return flags.DEFINE(
         _Numbers(kind), name, default or [], help_string, serializer=serializer
     )
+
+
+def refuse_unread(without: str, *holders: flags.FlagHolder[Any]) -> None:
+    """Raise UsageError if one of some flags is given that nothing would read.
+
+    Args:
+        without: why it would not, as in "without --cache".
+        holders: the flags.
+    """
+    if given := [f"--{holder.name}" for holder in holders if holder.present]:
+        raise app.UsageError(f"{', '.join(given)} would not be read {without}")
 
 
 def run(command: types.ModuleType) -> NoReturn:

@@ -29,6 +29,13 @@ COMMANDS = {
     "swept": ("sweep.py", "--config", QUICKSTART, "--components=1", "--widths=4"),
     "rates": ("frontier.py", "--config", QUICKSTART, "--learning_rates=0.1,nan"),
     "pair": ("analyze.py", "--compare", "--out=report"),
+    "unread split": ("evaluate.py", "--text=a.txt", "--split=valid"),
+    "unread sharpness": ("evaluate.py", "--joint", "--window=9", "--theta=0.5"),
+    "unread text": ("retrofit.py", "--states=states", "--heldout=a.txt"),
+    "unread freeze": ("retrofit.py", "--unfreeze", "--freeze=table"),
+    "unread rates": ("sweep.py", "--config", QUICKSTART, "--rates=1e-3"),
+    "unread window": ("analyze.py", "--window=64", "--out=report"),
+    "unread positions": ("saturation.py", "--positions=64"),
 }
 
 
@@ -57,6 +64,13 @@ REASONS = {
     "rates": "--learning_rates=0.1,nan: must be numbers with commas between them",
     "swept": "--components is swept alone, not with --widths",
     "pair": "--compare takes two of --workdir, --hf and --gguf",
+    "unread split": "--split would not be read with --text",
+    "unread sharpness": "--theta would not be read without --cache",
+    "unread text": "--heldout would not be read without a model: states are as they",
+    "unread freeze": "--freeze would not be read with --unfreeze, which trains all",
+    "unread rates": "--rates would not be read without --objectives",
+    "unread window": "--window would not be read without --hf or --gguf",
+    "unread positions": "--positions would not be read without --run",
     "seed": "seed must be below 2**32, got 1180591620717411303424",
     "nan": "optim.clip must be finite, got nan",
     "config": "configs/nothing.py",
