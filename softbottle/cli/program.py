@@ -219,7 +219,14 @@ def _parse(arguments):
     # The flags of a number do not take a word, so what is unset is taken out of them.
     unset = [re.fullmatch(r"--config\.([\w.]+)=none", word) for word in arguments]
     rest = [word for word, match in zip(arguments, unset, strict=True) if not match]
-    remaining = flags.FLAGS(rest)
+    try:
+        remaining = flags.FLAGS(rest)
+    except SyntaxError as error:
+        raise ValueError(f"--config: {error}; a config is a Python file.") from error
+    except AttributeError as error:
+        if error.name != "get_config":
+            raise
+        raise ValueError("--config: the file has no function get_config.") from error
     config = flags.FLAGS.flag_values_dict().get("config")
     for match in filter(None, unset):
         if config is None:
