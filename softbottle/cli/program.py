@@ -51,7 +51,7 @@ from softbottle.training.metrics import NonFiniteLossError, WriteError
 
 __all__ = [
     *("app", "define_compilation_cache", "define_config", "define_float"),
-    *("define_numbers", "flags", "refuse_unread", "run"),
+    *("define_minutes", "define_numbers", "flags", "refuse_unread", "run"),
 ]
 
 Number = TypeVar("Number", int, float)
@@ -109,6 +109,17 @@ def define_float(
     """A flag that is a finite number, between `lower_bound` and `upper_bound`."""
     holder = flags.DEFINE_float(name, default, help_string, lower_bound, upper_bound)
     flags.register_validator(holder, math.isfinite, f"--{name} must be finite")
+    return holder
+
+
+def define_minutes(help_string: str) -> flags.FlagHolder[float | None]:
+    """The flag --minutes, a finite number; None by default, for no limit."""
+    holder = flags.DEFINE_float("minutes", None, help_string, lower_bound=0.0)
+
+    def known(value):
+        return value is None or math.isfinite(value)
+
+    flags.register_validator(holder, known, "--minutes must be finite")
     return holder
 
 

@@ -76,7 +76,7 @@ TRUNK_RATE = program.define_float(
     "trunk_rate", 1e-5, "The trunk's learning rate with --unfreeze.", lower_bound=0.0
 )
 KEEP = flags.DEFINE_bool("keep", False, "Keep the trained heads in WORKDIR/heads.")
-MINUTES = flags.DEFINE_float("minutes", None, "End after so many.", lower_bound=0.0)
+MINUTES = program.define_minutes("End after so many.")
 program.define_compilation_cache()
 
 
