@@ -26,6 +26,8 @@ def validations(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def draw(lines: list[dict[str, Any]], title: str) -> drawing.Figure:
     """Validation perplexity by epoch; where weights are averaged it is theirs.
 
+    It is by step where an epoch has several validations (`train.eval_every`).
+
     Args:
         lines: a run's metrics, as `metrics.read` gives them.
         title: of the picture.
@@ -38,16 +40,19 @@ def draw(lines: list[dict[str, Any]], title: str) -> drawing.Figure:
         raise ValueError("the run has no validation to draw.")
     figure = drawing.Figure()
     axes = figure.subplots()
+    # Epochs are whole numbers: several validations in one would lie above each other.
+    distinct = len({line["epoch"] for line in points}) == len(points)
+    place = "epoch" if distinct else "step"
     for averaged, name in ((False, "weights"), (True, "averaged weights")):
         part = [line for line in points if line["averaging"] is averaged]
         if part:
             axes.plot(
-                [line["epoch"] for line in part],
+                [line[place] for line in part],
                 [line["valid_perplexity"] for line in part],
                 marker="o" if len(part) < 20 else None,
                 label=f"{name}: {part[-1]['valid_perplexity']:.2f}",
             )
-    axes.set(xlabel="epoch", ylabel="validation perplexity", title=title, yscale="log")
+    axes.set(xlabel=place, ylabel="validation perplexity", title=title, yscale="log")
     drawing.plain(axes.yaxis)
     drawing.label(axes)
     return figure

@@ -22,7 +22,7 @@ import sys
 import traceback
 import types
 from collections.abc import Sequence
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 if _missing := [
     name
@@ -51,7 +51,7 @@ from softbottle.training.metrics import NonFiniteLossError, WriteError
 
 __all__ = [
     *("app", "define_compilation_cache", "define_config", "define_float"),
-    *("define_numbers", "flags", "run"),
+    *("define_minutes", "define_numbers", "flags", "refuse_unread", "run"),
 ]
 
 Number = TypeVar("Number", int, float)
@@ -112,6 +112,17 @@ def define_float(
     return holder
 
 
+def define_minutes(help_string: str) -> flags.FlagHolder[float | None]:
+    """The flag --minutes, a finite number; None by default, for no limit."""
+    holder = flags.DEFINE_float("minutes", None, help_string, lower_bound=0.0)
+
+    def known(value):
+        return value is None or math.isfinite(value)
+
+    flags.register_validator(holder, known, "--minutes must be finite")
+    return holder
+
+
 class _Numbers(flags.ArgumentParser[list[Number]]):
     """Finite numbers with commas between them, as text or as a default."""
 
@@ -148,6 +159,17 @@ def define_numbers(
     return flags.DEFINE(
         _Numbers(kind), name, default or [], help_string, serializer=serializer
     )
+
+
+def refuse_unread(without: str, *holders: flags.FlagHolder[Any]) -> None:
+    """Raise UsageError if one of some flags is given that nothing would read.
+
+    Args:
+        without: why it would not, as in "without --cache".
+        holders: the flags.
+    """
+    if given := [f"--{holder.name}" for holder in holders if holder.present]:
+        raise app.UsageError(f"{', '.join(given)} would not be read {without}")
 
 
 def run(command: types.ModuleType) -> NoReturn:
@@ -208,7 +230,14 @@ def _parse(arguments):
     # The flags of a number do not take a word, so what is unset is taken out of them.
     unset = [re.fullmatch(r"--config\.([\w.]+)=none", word) for word in arguments]
     rest = [word for word, match in zip(arguments, unset, strict=True) if not match]
-    remaining = flags.FLAGS(rest)
+    try:
+        remaining = flags.FLAGS(rest)
+    except SyntaxError as error:
+        raise ValueError(f"--config: {error}; a config is a Python file.") from error
+    except AttributeError as error:
+        if error.name != "get_config":
+            raise
+        raise ValueError("--config: the file has no function get_config.") from error
     config = flags.FLAGS.flag_values_dict().get("config")
     for match in filter(None, unset):
         if config is None:

@@ -95,6 +95,7 @@ program.define_compilation_cache()
 
 def main() -> None:
     """Analyze what the flags say."""
+    _check_flags()
     asked = INSTRUMENTS.value or None
     if asked:
         inspection.check(asked)
@@ -116,6 +117,18 @@ def main() -> None:
     for section in made.sections:
         print(f"{section.title}: {section.reading}")
     print(f"wrote {OUT.value}/report.html")
+
+
+def _check_flags():
+    """Refuse what is read of no source that is given."""
+    if not (HF.value or GGUF.value):
+        program.refuse_unread("without --hf or --gguf", WINDOW, FROZEN)
+        if not WORKDIRS.value:
+            program.refuse_unread("without a model", POSITIONS)
+    if not WORKDIRS.value:
+        program.refuse_unread("without --workdir", SPLIT)
+    elif COMPARE.value and TEXTS.value:
+        program.refuse_unread("with --text, which both models read", SPLIT)
 
 
 def _sources():

@@ -57,8 +57,8 @@ BUDGET = flags.DEFINE_integer("budget_mib", 0, "0: the default.", lower_bound=0)
 DTYPE = flags.DEFINE_enum(
     "dtype", None, ["bfloat16", "float32"], "lstm, step: of our GEMMs' inputs."
 )
-SECONDS = flags.DEFINE_float("seconds", 0.5, "Of timing, per variant.", lower_bound=0)
-LIMIT = flags.DEFINE_float("limit", 180.0, "Seconds per variant, all in all.")
+SECONDS = program.define_float("seconds", 0.5, "Of timing, per variant.", lower_bound=0)
+LIMIT = program.define_float("limit", 180.0, "Seconds per variant, all in all.")
 VOCAB = flags.DEFINE_integer("vocab", 10_000, "--config: words.", lower_bound=2)
 LENGTH = flags.DEFINE_integer("length", 70, "--config: positions.", lower_bound=2)
 TRACE = flags.DEFINE_integer(

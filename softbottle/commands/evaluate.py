@@ -78,10 +78,9 @@ program.define_compilation_cache()
 
 def main() -> None:
     """Evaluate what the flags say."""
+    _check_flags()
     dtype = cast(Literal["float32", "bfloat16"], DTYPE.value)
     run = _with_active(state.load_run(WORKDIR.value, dtype))
-    if TEXT.value and (DYNAMIC.value or PATH.value):
-        raise app.UsageError("--dynamic and --path go with a split, not with --text")
     _check_unit(run.config.data.unit)
     trained_on = None
     if TEXT.value:
@@ -120,6 +119,21 @@ def main() -> None:
     print(f"{unknown:.2%} of the words are {UNK}.")
     which = {"text": TEXT.value} if TEXT.value else {"split": SPLIT.value}
     print(json.dumps({**which, "step": run.step, "unknown": unknown, **results}))
+
+
+def _check_flags():
+    """Refuse what is not read in the ways of scoring that are asked for."""
+    if TEXT.value and (DYNAMIC.value or PATH.value):
+        raise app.UsageError("--dynamic and --path go with a split, not with --text")
+    if TEXT.value:
+        program.refuse_unread("with --text", SPLIT)
+    if not DYNAMIC.value:
+        learning = (LEARNING_RATE, DECAY, EPSILON, SEGMENT, SUMS)
+        program.refuse_unread("without --dynamic", *learning)
+    if not (CACHE.value or JOINT.value):
+        program.refuse_unread("without --cache or --joint", WINDOW)
+    if not CACHE.value:
+        program.refuse_unread("without --cache", THETA, SHARE)
 
 
 def _check_unit(unit):

@@ -25,11 +25,8 @@ from softbottle.experiments.frontier import run as frontier
 
 CONFIG = program.define_config(", that trains a mixture by AdamW")
 WORKDIR = flags.DEFINE_string("workdir", None, "Where it all goes.", required=True)
-MINUTES = flags.DEFINE_float(
-    "minutes",
-    None,
-    "End after so many; a run that would not end by then is not started.",
-    lower_bound=0.0,
+MINUTES = program.define_minutes(
+    "End after so many; a run that would not end by then is not started."
 )
 ARMS = flags.DEFINE_list("arms", list(arms.ARMS), "What is compared; all by default.")
 RATES = program.define_numbers("learning_rates", [0.002, 0.004], "Of every arm.", float)

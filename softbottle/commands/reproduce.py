@@ -34,11 +34,8 @@ CHOSEN = flags.DEFINE_list(
 SEEDS = program.define_numbers(
     "seeds", None, "Of the runs; by default the recipe's own.", int
 )
-MINUTES = flags.DEFINE_float(
-    "minutes",
-    None,
-    "End after so many: what is under way saves and stops, and what is left is said.",
-    lower_bound=0.0,
+MINUTES = program.define_minutes(
+    "End after so many: what is under way saves and stops, and what is left is said."
 )
 SCALE = program.define_float(
     "scale", 1.0, "Share of the epochs, and of the switch to averaging.", lower_bound=0

@@ -76,12 +76,13 @@ TRUNK_RATE = program.define_float(
     "trunk_rate", 1e-5, "The trunk's learning rate with --unfreeze.", lower_bound=0.0
 )
 KEEP = flags.DEFINE_bool("keep", False, "Keep the trained heads in WORKDIR/heads.")
-MINUTES = flags.DEFINE_float("minutes", None, "End after so many.", lower_bound=0.0)
+MINUTES = program.define_minutes("End after so many.")
 program.define_compilation_cache()
 
 
 def main() -> None:
     """Compute states, train heads and report, as the flags say."""
+    _check_flags()
     grid = _grid()
     freeze = "none" if UNFREEZE.value else FREEZE.value
     training = trial.Training(
@@ -121,6 +122,19 @@ def main() -> None:
         fit = Tuner(pretrained, encoded, problem, rate).fit
     how = (training, fit, MINUTES.value, rate, KEEP.value)
     retrofit.compare(problem, WORKDIR.value, grid, *how)
+
+
+def _check_flags():
+    """Refuse what is not read on the way that the others ask for."""
+    if not (HF.value or GGUF.value):
+        reading = (HELDOUT, POSITIONS, WINDOW, TRUNK)
+        program.refuse_unread("without a model: states are as they are", *reading)
+    if not HEAD.value:
+        program.refuse_unread("without --head; an arm's name has it", COMPONENTS)
+    if not UNFREEZE.value:
+        program.refuse_unread("without --unfreeze", TRUNK_RATE)
+    elif FREEZE.value != "none":
+        program.refuse_unread("with --unfreeze, which trains all", FREEZE)
 
 
 def _grid():

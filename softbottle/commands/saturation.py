@@ -35,6 +35,8 @@ program.define_compilation_cache()
 
 def main() -> None:
     """Measure what the flags say, and report all there is."""
+    if not RUNS.value:
+        program.refuse_unread("without --run", SPLIT, POSITIONS)
     for run in RUNS.value:
         row = saturation.measure(run, cast(Split, SPLIT.value), POSITIONS.value)
         saturation.add(WORKDIR.value, row)

@@ -56,9 +56,11 @@ def main() -> None:
         components.run(CONFIG.value, WORKDIR.value, named, COMPONENTS.value, seeds)
         return
     if OBJECTIVES.value:
+        program.refuse_unread("with --objectives", HEADS, WIDTHS, BESIDE)
         by_objective = dict.fromkeys(OBJECTIVES.value, RATES.value)
         objectives.run(CONFIG.value, WORKDIR.value, by_objective, seeds)
     else:
+        program.refuse_unread("without --objectives", RATES)
         swept = HEADS.value, WIDTHS.value, seeds, BESIDE.value
         sweep.run(CONFIG.value, WORKDIR.value, *swept)
 

@@ -171,6 +171,8 @@ def _measured(summary, folder):
 def _draw_head(
     axes: matplotlib.axes.Axes, name: str, measure: str, rows: Sequence[Row]
 ) -> None:
+    # A line goes from left to right, whatever the order of --components.
+    rows = sorted(rows, key=lambda row: row["components"])
     values = [[run[measure] for run in row["runs"]] for row in rows]
     axes.errorbar(
         [row["components"] for row in rows],

@@ -125,6 +125,8 @@ def draw(rows: list[dict[str, Any]]) -> drawing.Figure:
 def _draw_language(axes, rows):
     for head in dict.fromkeys(row["head"] for row in rows):
         points = [row for row in rows if row["head"] == head]
+        # A line goes from left to right, whatever the order of --widths.
+        points.sort(key=lambda row: row["width"])
         axes.errorbar(
             [row["width"] for row in points],
             [row["kl"] for row in points],

@@ -26,6 +26,13 @@ def test_the_curve_has_a_line_before_and_one_after_averaging():
     assert names == {"weights: 70.00", "averaged weights: 61.50"}
 
 
+def test_validations_within_an_epoch_lie_side_by_side():
+    lines = [line | {"epoch": 0} for line in make_lines()]
+    (axes,) = curves.draw(lines, "a run").axes
+    places = [place for line in axes.lines for place in line.get_xdata()]
+    assert places == [7, 14, 21] and axes.get_xlabel() == "step"
+
+
 def test_runs_are_compared_by_the_tokens_they_have_seen():
     lines = make_lines()
     lines[0]["start"] = {"config": {"data": {"rows": 4, "length": 250_000}}}

@@ -82,6 +82,7 @@ def make_head(found, bound=9, shape=(100, 50), mixed=False):
         (make_head(8, shape=(8, 50)), "has rank 8 in a sample of 8 positions, too few"),
         (make_head(7, shape=(90, 7)), "has rank 7 of 7 words: its width is no limit"),
         (make_head(9, mixed=True), "has rank 9, within the 9 of a softmax of its"),
+        (make_head(8, shape=(8, 50), mixed=True), "has rank 8 in a sample of 8 pos"),
     ],
 )
 def test_verdicts_are_plain(head, verdict):

@@ -110,6 +110,13 @@ def test_every_measure_has_a_panel_with_its_heads_named():
     assert "a softmax's bound, 5" in {text.get_text() for text in panels[1].texts}
 
 
+def test_a_line_goes_from_left_to_right():
+    row, _ = make_rows(mos=[{"test_perplexity": 6.0}])
+    rows = [row | {"components": count} for count in (4, 1, 2)]
+    for axes in components.draw(rows).axes:
+        assert list(axes.lines[0].get_xdata()) == [1, 2, 4]
+
+
 def test_what_cannot_be_swept_is_refused_before_anything_is_trained(
     tmp_path, monkeypatch
 ):

@@ -115,6 +115,12 @@ def test_each_language_has_a_panel_with_its_heads_named_in_it(swept):
     ]
 
 
+def test_a_line_goes_from_left_to_right(swept):
+    rows = [swept[1][0] | {"width": width} for width in (8, 2, 4)]
+    (axes,) = sweep.draw(rows).axes
+    assert list(axes.lines[0].get_xdata()) == [2, 4, 8]
+
+
 def test_labels_of_lines_that_end_together_are_apart(swept):
     heads = ("mos", "moc", "softmax")
     rows = [swept[1][0] | {"head": head, "kl": 1.0} for head in heads]

@@ -25,6 +25,7 @@ import numpy as np
 from softbottle.analysis.capture import Capture, joined, present, real
 from softbottle.analysis.instruments import factors, mixture, predictions
 from softbottle.analysis.settings import Precision, Settings
+from softbottle.ops.mixture import classes
 from softbottle.ops.mixture.activations import SOFTMAX
 
 PRECISIONS: tuple[Precision, ...] = ("float32", "float64")
@@ -78,8 +79,8 @@ class HeadRanks(NamedTuple):
         kl: expected divergence between two contexts, in nats.
         mixing: None for a head of one component.
         loss: mean loss on the text, in nats per token; None without labels.
-        lifted: whether a pointwise g, such as a soft-cap, lifts the bound of a softmax
-            that has the same table.
+        lifted: whether a pointwise g, such as a soft-cap, or contexts by class of
+            words lift the bound of a softmax that has the same table.
     """
 
     ranks: Ranks
@@ -273,7 +274,16 @@ def measure(capture: Capture, precision: Precision = "float32") -> HeadRanks:
     log_prior_TK, log_label_TK = map(np.concatenate, zip(*parts, strict=True))
     several = log_prior_TK.shape[1] > 1
     mixed = mixture.mixing(log_prior_TK, log_label_TK) if several else None
-    return HeadRanks(ranks, bound, pairs.value, mixed, loss)
+    return HeadRanks(ranks, bound, pairs.value, mixed, loss, _lifts(capture))
+
+
+def _lifts(capture):
+    """Whether a head's logits are more than one product of contexts with the table."""
+    head, (params, *_), _ = capture.readout
+    if not head.mixes_all or head.activation(params).apply is not SOFTMAX.apply:
+        return True
+    mixed = jax.eval_shape(head.mix, params, capture.tokens[0].hidden_TD)
+    return classes.count(mixed.context_TKE) > 1
 
 
 def _of_softmax(capture, precision, bound):

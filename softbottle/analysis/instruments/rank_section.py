@@ -14,7 +14,7 @@ ABOUT = report.About(
     "tells.",
     "What a softmax head's log-probabilities span",
 )
-_LIFTED = "its logits are changed one by one after the table, which lifts that bound; "
+_LIFTED = "its logits are no single product with the table, which lifts that bound; "
 _LIMITED = {
     None: "",
     "positions": "the sample is the limit here, not the head: {:,} positions can show "
@@ -67,19 +67,19 @@ def verdict(head: rank.HeadRanks) -> str:
             f"has rank {head.rank:,}, where a softmax of its width stops at "
             f"{head.bound:,}: no bottleneck of rank"
         )
+    least = min(head.ranks.shape)
+    if head.limit == "positions":
+        return (
+            f"has rank {head.rank:,} in a sample of {least:,} positions, too few to "
+            f"tell whether it would reach the {head.bound:,} of a softmax of its width"
+        )
+    if head.limit == "words":
+        return f"has rank {head.rank:,} of {least:,} words: its width is no limit here"
     if head.mixing is not None or head.lifted:
         return (
             f"has rank {head.rank:,}, within the {head.bound:,} of a softmax of its "
             "width: its head does not use the room that it has"
         )
-    least = min(head.ranks.shape)
-    if head.limit == "positions":
-        return (
-            f"has rank {head.rank:,} in a sample of {least:,} positions, too few to "
-            f"tell whether it would reach the {head.bound:,} of its softmax"
-        )
-    if head.limit == "words":
-        return f"has rank {head.rank:,} of {least:,} words: its width is no limit here"
     used = f"uses {head.rank:,} of {head.bound:,} dimensions"
     if head.rank == head.bound:
         return f"{used}: at its bottleneck"

@@ -5,7 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import softbottle
 from softbottle.analysis import report
+from softbottle.analysis.capture import Capture, Readout, Tokens
 from softbottle.analysis.instruments import (
     factors,
     mixture,
@@ -14,6 +16,7 @@ from softbottle.analysis.instruments import (
     rank_section,
 )
 from softbottle.analysis.sources import run as source
+from softbottle.ops.mixture.options import Options
 from softbottle.training import evaluate
 from tests import pictures, tiny
 
@@ -231,6 +234,31 @@ def test_in_float64_a_softmax_stops_at_its_bound_by_both_tolerances(measured):
     # What follows the cliff is rounding of float64, not of float32.
     assert found.ranks.sigma[WIDTH + 2] < 1e-13 * found.ranks.sigma[0]
     assert jnp.zeros(()).dtype == jnp.float32
+
+
+def headed(head):
+    table_VE = np.random.default_rng(0).normal(size=(WORDS, WIDTH)).astype(np.float32)
+    init = lambda key: head.init(key, WIDTH, WIDTH)  # noqa: E731
+    output = jax.eval_shape(init, jax.random.key(0)), table_VE, None
+    return Capture(
+        "made",
+        table_VE,
+        readout=Readout(head, output, Options(vocab=WORDS)),
+        tokens=[Tokens(table_VE[:7], np.arange(7))],
+    )
+
+
+@pytest.mark.slow
+def test_a_head_beyond_the_bound_of_a_softmax_is_not_said_to_use_its_dimensions():
+    capped = rank.measure(headed(softbottle.softcap(30.0)))
+    # As of more positions, so that these are not the limit.
+    ranks = capped.ranks._replace(shape=(99, WORDS), ranks={"float32": WIDTH})
+    verdict = rank_section.verdict(capped._replace(ranks=ranks))
+    assert verdict.startswith(f"has rank {WIDTH}, within the {WIDTH + 1} of a softmax")
+    lifted = softbottle.partition(2), softbottle.mixtape(2, frequent=5)
+    assert all(rank._lifts(headed(head)) for head in lifted)
+    bounded = softbottle.softmax(), softbottle.moc(2)
+    assert not any(rank._lifts(headed(head)) for head in bounded)
 
 
 def test_the_section_is_a_page_with_each_head_on_it(measured, tmp_path, monkeypatch):
