@@ -130,7 +130,8 @@ class Packed(Stream):
 
     def next(self) -> Batch:
         """The next batch."""
-        return _apart(super().next(), self._eos)
+        before = self.position["offset"]
+        return _apart(super().next(), self._eos, before)
 
 
 def stream(
@@ -198,9 +199,14 @@ def split(ids: np.ndarray, eos: int, length: int, answers: bool) -> list[np.ndar
     return lines
 
 
-def _apart(batch, eos):
-    """The batch with a segment for each line; one begins where `eos` is read."""
-    line_BS = 1 + np.cumsum(batch.ids_BS == eos, axis=1, dtype=np.int32)
+def _apart(batch, eos, before=0):
+    """The batch with a segment for each line; one begins where `eos` is read.
+
+    A carry tells the segments of two batches apart by their numbers. Each column that
+    is `before` the batch ends one line at most, so that numbers above it are new.
+    """
+    ends_BS = np.cumsum(batch.ids_BS == eos, axis=1, dtype=np.int32)
+    line_BS = np.int32(1 + before) + ends_BS
     return batch._replace(segments_BS=line_BS * (batch.segments_BS > 0))
 
 

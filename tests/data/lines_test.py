@@ -121,6 +121,16 @@ def test_packed_lines_are_segments_that_begin_where_one_ends():
     ]
 
 
+def test_a_carry_takes_no_packed_line_for_one_of_the_batch_before():
+    text = np.array([3, 1, 0, 2, 4, 0, 2, 5, 1, 0, 1], np.int32)
+    stream, earlier = lines.Packed(text, EOS, 1, 4), None
+    while stream.epoch == 0:
+        batch = stream.next()
+        real_S = batch.segments_BS[batch.segments_BS > 0]
+        assert earlier is None or not np.isin(real_S, earlier).any()
+        earlier = real_S
+
+
 def test_a_packed_text_is_evaluated_line_by_line_and_padding_stays_padding():
     config = configs.Data(unit="packed", rows=2, length=5)
     assert isinstance(lines.stream(config, VOCAB, TEXT, 0), lines.Packed)
