@@ -205,7 +205,7 @@ class Cached:
                 with `vocab_axis`, because `log_probs` reads the whole table.
         """
         sampling = Sampling(temperature, top_k, top_p, min_p)
-        output = (params, table_VE, bias_V)
+        output, memory = (params, table_VE, bias_V), _with_entry(memory)
         if not sampling.is_exact:
             sampling.check_words(shards.word_count(len(table_VE), options))
             log_p_BSV = self.log_probs(
@@ -303,6 +303,7 @@ def cache_log_probs(hidden_BSD: jax.Array, memory: Memory, rows: int) -> jax.Arr
 
 def best_words(hidden_BSD: jax.Array, memory: Memory) -> jax.Array:
     """The word to which the cache gives most, [B, S]; -1 where it is empty."""
+    memory = _with_entry(memory)
     return jax.vmap(cache.best_word)(similarities(hidden_BSD, memory), _words(memory))
 
 
@@ -341,6 +342,18 @@ def ranking_loss(
 
 def _check_range(params, hidden_BSD, memory):
     check_range(params=params, hidden_BSD=hidden_BSD, states_BMD=memory.states_BMD)
+
+
+def _with_entry(memory):
+    """The memory; of one without entries, which has no best, one that nobody sees."""
+    if memory.words_BM.shape[1]:
+        return memory
+    states_BMD, words_BM, visible_BSM = memory
+    return Memory(
+        jnp.pad(states_BMD, ((0, 0), (0, 1), (0, 0))),
+        jnp.pad(words_BM, ((0, 0), (0, 1))),
+        jnp.pad(visible_BSM, ((0, 0), (0, 0), (0, 1))),
+    )
 
 
 def _words(memory):

@@ -102,7 +102,8 @@ class Pieces(NamedTuple):
         def scores(shared, tokens):
             frequent, rare = shared
             gates, mixture = tokens
-            own_CS = gated.logits(gates, frequent, options)
+            # Finite, as those of the rare words: 0 times a log-probability is 0.
+            own_CS = jnp.maximum(gated.logits(gates, frequent, options), DEAD)
             z_CKV = word_scores.scores(mixture.context_TKE, rare)
             rare_CV = word_scores.live(z_CKV[:, 0], options)
             score_CV = self._joined(own_CS, rare_CV)

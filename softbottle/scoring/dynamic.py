@@ -125,7 +125,7 @@ def evaluate(
         compiled = pool.submit(lowered.compile)
         scale = root_mean_squares(model, params, train, settings)
         compiled.result()
-    fixed = (params, _decay_rates(scale, settings.decay), scale)
+    fixed = (params, _decay_rates(scale, settings.decay, model.vocab), scale)
     segments = math.ceil((len(ids) - 1) / settings.length)
     with tqdm.tqdm(total=segments, desc="dynamic evaluation", unit="segment") as bar:
         for stretch in stretches:
@@ -174,9 +174,12 @@ def _roots(sums, count):
     return jax.tree.map(lambda total: jnp.sqrt(total / count), sums)
 
 
-@functools.partial(jax.jit, static_argnames="decay")
-def _decay_rates(scale, decay):
-    means = [jnp.mean(ms) for ms in jax.tree.leaves(scale)]
+@functools.partial(jax.jit, static_argnames=("decay", "vocab"))
+def _decay_rates(scale, decay, vocab):
+    # Table rows that are no words have no gradient, and are no parameters either.
+    padded = ("table_VE", "output_VE", "bias_V")
+    live = {name: ms[:vocab] if name in padded else ms for name, ms in scale.items()}
+    means = [jnp.mean(ms) for ms in jax.tree.leaves(live)]
     mean = sum(means) / len(means)
     most = 1 / decay if decay else math.inf
     return jax.tree.map(lambda ms: jnp.minimum(ms / mean, most), scale)

@@ -135,6 +135,28 @@ def test_no_rows_beside_a_cache_have_no_loss_and_no_words():
     assert call_cached("sample", point, memory).shape == (0, 9)
 
 
+@jax.jit
+def found_beside(memory):
+    """Words drawn beside a memory, and its best ones."""
+    table_VE, hidden_BSD = jnp.arange(8.0).reshape(4, 2) / 8, jnp.ones((2, 3, 2))
+    head = cache.cached(CASES["softmax"].head)
+    word_BS = head.sample({}, table_VE, None, hidden_BSD, memory, KEY)
+    return word_BS, cache.best_words(hidden_BSD, memory)
+
+
+def test_a_memory_without_entries_is_one_of_which_none_is_seen():
+    unseen, nothing = (
+        cache.given(
+            jnp.ones((2, size, 2)),
+            jnp.ones((2, size), int),
+            jnp.zeros((2, size), bool),
+            positions=3,
+        )
+        for size in (1, 0)
+    )
+    chex.assert_trees_all_equal(found_beside(nothing), found_beside(unseen))
+
+
 LABEL_KINDS = ["int8", "uint8", "int16", "uint16", "uint32", "int32"]
 
 

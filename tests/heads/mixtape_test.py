@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -97,6 +98,36 @@ def test_a_label_that_is_no_word_gives_nan_and_others_their_own():
     nll_T, loss = run(*inputs[:4], labels_T)
     np.testing.assert_array_equal(np.isnan(nll_T), np.arange(len(nll_T)) < 4)
     assert np.isnan(loss)
+
+
+@pytest.mark.slow
+def test_ruled_out_frequent_words_make_nothing_nan():
+    exact, inputs = oracle.make_inputs("mixtape", rows=WORDS), point()
+    head, labels_T = oracle.CASES["mixtape"].head, np.full(oracle.TOKENS, WORDS - 1)
+
+    @jax.jit
+    @functools.partial(jax.value_and_grad, has_aux=True)
+    def run(read, bias_V):
+        params, table_VE, hidden_TD = read
+        tokens = (params, table_VE, bias_V, hidden_TD, labels_T)
+        entropy_T = head.measure(*tokens, ("entropy",))["entropy"]
+        return head.loss(*tokens) + jnp.sum(entropy_T), entropy_T
+
+    def ruled_out(by):
+        bias_V = np.array(inputs.bias_V)
+        bias_V[:FREQUENT] = by
+        return bias_V
+
+    read = (inputs.params, inputs.table_VE, inputs.hidden_TD)
+    # In float32 a word that is 200 nats behind has no probability.
+    (near, _), near_bars = run(read, ruled_out(-200.0))
+    (total, entropy_T), bars = run(read, ruled_out(-np.inf))
+    np.testing.assert_allclose(total, near, rtol=1e-6)
+    chex.assert_trees_all_close(bars, near_bars, atol=1e-5)
+    near_V = ruled_out(-200.0)
+    log_p_TV = oracle.log_probs("mixtape", *exact[:2], near_V, exact.hidden_TD)
+    expected_T = -np.sum(np.exp(log_p_TV) * log_p_TV, axis=1)
+    np.testing.assert_allclose(entropy_T, expected_T, rtol=1e-5)
 
 
 def test_the_best_words_are_of_both_pieces():

@@ -213,6 +213,16 @@ def test_stretches_are_of_one_program_and_cut_nothing(model, monkeypatch, compil
         assert sum(program in name for name in compiled) == 1
 
 
+@pytest.mark.parametrize("table", ["table_VE", "output_VE", "bias_V"])
+def test_rows_that_are_no_words_change_no_decay(table):
+    random = np.random.default_rng(3)
+    scale = {table: random.random((VOCAB, 2)), "head": {"prior_DK": random.random(4)}}
+    padded = scale | {table: np.pad(scale[table], ((0, 5), (0, 0)))}
+    rates, found = (dynamic._decay_rates(each, 0.1, VOCAB) for each in (scale, padded))
+    found[table] = found[table][:VOCAB]
+    chex.assert_trees_all_close(found, rates, rtol=1e-6)
+
+
 @pytest.mark.usefixtures("shared_statistics")
 def test_a_segment_is_scored_before_it_is_learnt_from(model, static):
     functions, params = model

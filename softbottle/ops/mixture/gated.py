@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 
 from softbottle.ops.mixture import decode, likelihood, sampling, shards
+from softbottle.ops.mixture.activations import DEAD
 from softbottle.ops.mixture.arrays import Vocabulary
 from softbottle.ops.mixture.options import (
     Options,
@@ -113,7 +114,9 @@ def _scores_forward(dtype, keeps, words, tokens, place_C):
     logit_CS = logit_CS + words.vocabulary.bias_V[None]
     own_CS = _own(logit_CS, place_C)
     score_C1 = jnp.sum(jnp.where(own_CS, logit_CS, 0.0), axis=1, keepdims=True)
-    lse_C1 = jax.nn.logsumexp(logit_CS, axis=1, keepdims=True)
+    # Where all of these words have a bias of -inf, -inf would make the gradient NaN.
+    floored_CS = jnp.maximum(logit_CS, DEAD)
+    lse_C1 = jax.nn.logsumexp(floored_CS, axis=1, keepdims=True)
     # Under `vmap` over places alone both results have to be batched: of one that is
     # not, the gradient would be counted for every element.
     lse_C1 += 0 * place_C[:, None].astype(lse_C1.dtype)

@@ -27,6 +27,7 @@ Passes over the table (of a problem within the budget its logits are kept instea
     temperature 1         1                1, of one component
     temperature 0         1                2
     temperature, top_k    1                2
+    temperature < 0.1     2                3, unless with top_k
     min_p                 2                3
     top_p                 7                8
 
@@ -56,6 +57,9 @@ from softbottle.ops.mixture.options import Options, sum_dtype
 GENERATOR = "threefry2x32"
 # Below this temperature no word is drawn that float32 tells apart from the best one.
 COLDEST = 1e-6
+# Below this temperature words are compared by how far they are behind the best one:
+# float32 has no digits left for the noise beside a score divided by so little.
+COLD = 0.1
 # How far behind the best word a nucleus ends, in nats, is found digit by digit.
 RANGE, EDGES, DIGITS = 32.0, 16, 5
 
@@ -136,7 +140,7 @@ def draw(
         score_Tk = _kept(-_depth(values_Tk[:, :1], values_Tk, temperature), sampling)
         at_T = jax.random.categorical(key, score_Tk, mode="high")
         return jnp.take_along_axis(ids_Tk, at_T[:, None], axis=1)[:, 0]
-    if sampling.keeps_all:
+    if sampling.keeps_all and temperature >= COLD:
         sharpened = functools.partial(_sharpened, temperature)
         return race(fold, tokens, key, options, sharpened)
     best_T1, id_T1 = decode.top_k(fold, 1, options)

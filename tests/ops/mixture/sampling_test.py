@@ -10,6 +10,7 @@ import pytest
 from softbottle import ops
 from softbottle.ops.mixture import decode, sampling
 from softbottle.ops.mixture.activations import SIGSOFTMAX, SOFTMAX
+from softbottle.ops.mixture.options import Options
 from softbottle.ops.mixture.sampling import Sampling
 from tests import oracle
 from tests.ops.mixture import decode_test
@@ -206,6 +207,19 @@ def test_words_are_drawn_as_often_as_is_due_to_what_is_kept():
     by_part = zip(np.exp(log_prior_TK[0]), parts, strict=True)
     wrong_V = sum(weight * part_V / part_V.sum() for weight, part_V in by_part)
     assert deviations(found[0], wrong_V) > 10
+
+
+def test_words_alike_are_drawn_alike_at_a_low_temperature():
+    # In float32 the numbers near 1e4 / 1e-3 are all whole.
+    draws, log_p_V = 3000, np.array([1e4, 1e4, 0, 1e4], np.float32)
+
+    @jax.jit
+    def run(log_p_TV):
+        fold, cold = decode.whole(log_p_TV), Sampling(temperature=1e-3)
+        return sampling.draw(fold, draws, jax.random.key(0), cold, Options())
+
+    words_T = run(np.tile(log_p_V, (draws, 1)))
+    assert abs(deviations(words_T, (log_p_V > 0) / 3)) < 4
 
 
 @pytest.mark.slow
