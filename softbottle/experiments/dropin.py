@@ -270,7 +270,7 @@ class _Trainer:
         few = list(itertools.islice(passes, VALIDATED))
         full = [batch for batch in few if batch.ids_BS.shape == few[0].ids_BS.shape]
         self.validation = jax.tree.map(lambda *arrays: np.stack(arrays), *full)
-        self.bias_V = step_lib.bias_start(config.model, self.model.vocab, self.text)
+        self.bias_V = step_lib.bias_start(config.model, self.model, self.text)
         self.init = jax.jit(self.model.init)
         self.fit = jax.jit(self._fit)
         self.validate = jax.jit(self._validate)

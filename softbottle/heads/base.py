@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 from softbottle.heads import checks, objective
 from softbottle.heads.predictions import OfMixture, Predictions, States
+from softbottle.heads.start import log_frequencies
 from softbottle.ops.mixture import shards
 from softbottle.ops.mixture.activations import SOFTMAX, Activation
 from softbottle.ops.mixture.arrays import (
@@ -188,6 +189,24 @@ class Head(abc.ABC):
         """
         del params
         return SOFTMAX
+
+    def start_bias(self, counts_V: Any) -> jax.Array:
+        """The bias with which the head begins by predicting how frequent words are.
+
+        Its g is `log_frequencies`, so that a context of zero predicts every word about
+        as often as the text has it. Where g is the identity, or near it (softcap,
+        plif), these are the bias themselves.
+
+        Args:
+            counts_V: how often each word is in the training text.
+
+        Returns:
+            bias_V, float32.
+
+        Raises:
+            ValueError: unless the counts are a vector of numbers that are not negative.
+        """
+        return log_frequencies(counts_V)
 
     def loss(
         self,

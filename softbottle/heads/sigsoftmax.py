@@ -10,11 +10,16 @@ slope 2).
 
 import dataclasses
 import math
-from typing import ClassVar
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 
 from softbottle.heads import base, checks, contexts
 from softbottle.heads.mos import MixtureOfSoftmaxes, PlainOrMixed
 from softbottle.heads.softmax import Single
+from softbottle.heads.start import log_frequencies
 from softbottle.ops.mixture.activations import (
     SIGSOFTMAX,
     Activation,
@@ -29,12 +34,37 @@ def _sigsoftmax_activation(self: base.Head, params: base.Params) -> Activation:
     return SIGSOFTMAX
 
 
+def _sigsoftmax_start(self: base.Head, counts_V: Any) -> jax.Array:
+    """Far below 0 about half the log-frequencies; see `Head.start_bias`."""
+    del self
+    return _unbent(log_frequencies(counts_V), center=0.0, slope=2.0)
+
+
+def _unbent(level_V, center, slope):
+    """The z of which g(z) are these levels, by bisection."""
+    above_V = np.asarray(level_V, np.float64) - center
+
+    def bent(z_V):
+        return slope * z_V - (slope - 1) * np.logaddexp(0.0, z_V)
+
+    # From 0 on g rises or falls by 1 to `slope` per unit.
+    ends = np.stack([(above_V - bent(0.0)) / rate for rate in (1.0, slope)])
+    low_V, high_V = ends.min(axis=0), ends.max(axis=0)
+    for _ in range(60):
+        middle_V = (low_V + high_V) / 2
+        below_V = bent(middle_V) < above_V
+        low_V = np.where(below_V, middle_V, low_V)
+        high_V = np.where(below_V, high_V, middle_V)
+    return jnp.asarray(center + (low_V + high_V) / 2, jnp.float32)
+
+
 @dataclasses.dataclass(frozen=True, repr=False)
 class Sigsoftmax(Single):
     """P(v) proportional to exp(z_v) sigmoid(z_v)."""
 
     name: ClassVar[str] = "sigsoftmax"
     activation = _sigsoftmax_activation
+    start_bias = _sigsoftmax_start
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -50,6 +80,7 @@ class MixtureOfSigsoftmaxes(MixtureOfSoftmaxes):
 
     name: ClassVar[str] = "moss"
     activation = _sigsoftmax_activation
+    start_bias = _sigsoftmax_start
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -84,6 +115,10 @@ class GeneralizedSigsoftmax(PlainOrMixed):
         del params
         constants = (self.center, self.slope)
         return Activation(generalized, constants, base2=generalized_base2)
+
+    def start_bias(self, counts_V: Any) -> jax.Array:
+        """Of which g are the log-frequencies; see `Head.start_bias`."""
+        return _unbent(log_frequencies(counts_V), self.center, self.slope)
 
 
 @checks.factory

@@ -8,10 +8,11 @@ import numpy as np
 
 
 def log_frequencies(counts_V: Any) -> jax.Array:
-    """The bias with which a head begins by predicting how frequent words are.
+    """The bias with which a softmax begins by predicting how frequent words are.
 
     log((count + 1) / (all counts + words)): a state of zero then predicts every word
-    about as often as the text has it, and contexts need not learn that first.
+    about as often as the text has it, and contexts need not learn that first. So it is
+    with mixtures; `Head.start_bias` also serves heads whose g is not the identity.
 
     Args:
         counts_V: how often each word is in the training text.

@@ -151,7 +151,7 @@ def resume(trainer: Trainer) -> tuple[TrainState, History]:
 def _first_state(trainer, tx):
     """The state of a new run, with the parameters of another if it names one."""
     config, mesh, model = trainer.config, trainer.mesh, trainer.model
-    bias_V = step_lib.bias_start(config.model, model.vocab, trainer.corpus.train)
+    bias_V = step_lib.bias_start(config.model, model, trainer.corpus.train)
     state = step_lib.init_state(config, model, tx, mesh, bias_V)
     if not config.train.init_from:
         return state

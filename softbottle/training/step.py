@@ -19,8 +19,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from softbottle import config as config_lib
-from softbottle import heads, sharding
 from softbottle import model as model_lib
+from softbottle import sharding
 from softbottle.data import frequency
 from softbottle.data.batches import Batch
 from softbottle.training import optim, programs
@@ -178,12 +178,12 @@ def _settings():
 
 
 def bias_start(
-    config: config_lib.Model, vocab: int, ids: np.ndarray
+    config: config_lib.Model, model: model_lib.Model, ids: np.ndarray
 ) -> jax.Array | None:
-    """What `model.bias_start` asks for, of a text with so many words; None for zero."""
+    """What `model.bias_start` asks for, by the words of a text; None for zero."""
     if config.bias_start == "zero":
         return None
-    return heads.log_frequencies(frequency.counts(ids, vocab))
+    return model.head.start_bias(frequency.counts(ids, model.vocab))
 
 
 def init_state(
