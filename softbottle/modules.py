@@ -82,7 +82,7 @@ class LinenHead(_Calls, nn.Module):
         bias: whether words have a bias.
         options: how its operations are computed.
         bias_init: what the bias starts at. The words' log-frequencies are better than
-            zeros: `constant(softbottle.log_frequencies(counts))` of jax's initializers.
+            zeros: `constant(head.start_bias(counts))` of jax's initializers.
     """
 
     head: Head
