@@ -66,7 +66,7 @@ class Data(Section):
     path: str | None = None  # the folder that holds the corpus; for text also a file
     cache: str | None = None  # where encodings are kept; None: ~/.cache/softbottle
     vocab_size: int | None = within(None, 3)  # keep the most frequent types; None: all
-    vocab_file: str | None = None  # a given vocabulary, one word per line
+    vocab_file: str | None = None  # a vocabulary of at most vocab_size, a word per line
     subwords: bool = False  # byte pair encoding, learned from the text, of vocab_size
     lowercase: bool = False  # all words in lower case
     unit: str = one_of("stream", UNITS)  # what a row of a batch holds: data/lines.py

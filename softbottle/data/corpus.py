@@ -211,6 +211,12 @@ def _write_ids(config, texts, folder):
     if config.vocab_file:
         file = pathlib.Path(config.vocab_file).expanduser()
         vocab = Vocab.load(file, config.lowercase)
+        if config.vocab_size and len(vocab) > config.vocab_size:
+            raise ValueError(
+                f"data.vocab_file={config.vocab_file} has {len(vocab):,} words, more "
+                f"than data.vocab_size={config.vocab_size}. To take them all, set "
+                "--config.data.vocab_size=none."
+            )
     total = sum(file.stat().st_size for s in texts.values() for file in s.files)
     tokens = {}
     # Short texts need no bar, and a log file wants none.

@@ -114,6 +114,17 @@ def test_a_given_vocabulary_without_unk_must_have_every_word(settings, tmp_path)
     assert cached(settings) == []
 
 
+def test_a_given_vocabulary_larger_than_asked_for_is_refused(settings, tmp_path):
+    Vocab(("<eos>", "<unk>", "the", "cat")).save(tmp_path / "words.txt")
+    settings.vocab_file = str(tmp_path / "words.txt")
+    settings.vocab_size = 3
+    with pytest.raises(ValueError, match="has 4 words, more than data.vocab_size=3"):
+        corpus.load(settings)
+    assert cached(settings) == []
+    settings.vocab_size = 4
+    assert len(corpus.load(settings).vocab) == 4
+
+
 def test_text_is_encoded_once(settings, monkeypatch):
     first = words_of(corpus.load(settings))
     monkeypatch.setattr(corpus, "_encode", None)
