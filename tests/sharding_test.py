@@ -87,7 +87,7 @@ class Parts:
         stream, losses = self.stream(), []
         for _ in range(steps):
             batch = sharding.to_mesh(self.mesh, stream.next(), ROWS)
-            state, measured = self.step(state, batch, stream.starts_epoch)
+            state, measured = self.step(state, batch, stream.fresh)
             losses.append(float(measured["total"] / measured["count"]))
         return np.array(losses)
 

@@ -104,7 +104,7 @@ class Stream:
         self._length, self._max_delta = length, max_delta
         self._variable, self._seed = variable, seed
         self._epoch = self._offset = self._batches = 0
-        self._starts_epoch = False
+        self._fresh = False
 
     @property
     def epoch(self) -> int:
@@ -112,9 +112,9 @@ class Stream:
         return self._epoch
 
     @property
-    def starts_epoch(self) -> bool:
-        """Whether the batch just returned begins an epoch, so that no carry fits it."""
-        return self._starts_epoch
+    def fresh(self) -> bool:
+        """Whether no carry fits the batch just returned: it begins an epoch."""
+        return self._fresh
 
     @property
     def steps_per_epoch(self) -> int:
@@ -162,7 +162,7 @@ class Stream:
                 f"position {position} is not in a stream of {self.columns} columns."
             )
         self._epoch, self._offset = position["epoch"], position["offset"]
-        self._batches, self._starts_epoch = position["batches"], False
+        self._batches, self._fresh = position["batches"], False
 
     def next(self) -> Batch:
         """The next batch."""
@@ -175,7 +175,7 @@ class Stream:
             np.full(self._ids_BS.shape[0], columns),
             width,
         )
-        self._starts_epoch = self._batches == 0
+        self._fresh = self._batches == 0
         self._offset, self._batches = stop, self._batches + 1
         if stop == self.columns - 1:
             self._epoch, self._offset, self._batches = self._epoch + 1, 0, 0

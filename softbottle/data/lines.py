@@ -49,7 +49,7 @@ class Lines:
         ValueError: if there are fewer lines than rows, or one is longer than a row.
     """
 
-    starts_epoch = True
+    fresh = True
 
     def __init__(
         self,
@@ -132,8 +132,8 @@ class Packed(Stream):
         self._eos = eos
 
     @property
-    def starts_epoch(self) -> bool:
-        """True: the lines of every batch begin there."""
+    def fresh(self) -> bool:
+        """True: every batch begins with lines of its own."""
         return True
 
     def next(self) -> Batch:

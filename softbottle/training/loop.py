@@ -136,7 +136,7 @@ def _loop(trainer, program, state, history):
             take = trainer.step
             if trainer.mesh is None:
                 take = program(batch.ids_BS.shape[1]).result()
-            state, measured = take(state, batch, stream.starts_epoch)
+            state, measured = take(state, batch, stream.fresh)
             # Sent for together, and on their way while the next step runs.
             for value in measured.values():
                 value.copy_to_host_async()

@@ -35,7 +35,7 @@ def make_step(
 ) -> jax.stages.Wrapped:
     """A compiled `step(state, batch, fresh) -> (state, metrics)`; `state` is donated.
 
-    `fresh` says that the batch begins an epoch, so that no carry fits it. The learning
+    `fresh` says that no carry fits the batch, as a stream's `fresh` does. The learning
     rate is scaled by the batch's true length where lengths vary.
     """
     schedule = optim.learning_rate(config.optim)

@@ -152,14 +152,14 @@ def test_a_stream_resumes_from_any_position(variable):
     while stream.epoch < 3:
         position = json.dumps(stream.position)
         batch = stream.next()
-        seen.append((position, batch, stream.starts_epoch, stream.epoch))
+        seen.append((position, batch, stream.fresh, stream.epoch))
     assert sum(starts for _, _, starts, _ in seen) == 3
     for index in range(0, len(seen), 5):
         resumed = make()
         resumed.seek(json.loads(seen[index][0]))
         for _, batch, starts, epoch in seen[index : index + 40]:
             assert_same(resumed.next(), batch)
-            assert (resumed.starts_epoch, resumed.epoch) == (starts, epoch)
+            assert (resumed.fresh, resumed.epoch) == (starts, epoch)
 
 
 @pytest.mark.parametrize(

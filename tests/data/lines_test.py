@@ -40,7 +40,7 @@ def read_back(batch, answers):
 def test_an_epoch_has_no_line_twice_and_an_order_of_its_own(answers, length):
     stream = lines.Lines(TEXT, EOS, 2, length, answers=answers, seed=3)
     # Five lines fill two batches of two.
-    assert stream.steps_per_epoch == 2 and stream.starts_epoch
+    assert stream.steps_per_epoch == 2 and stream.fresh
     epochs = []
     for epoch in range(9):
         assert stream.epoch == epoch
@@ -146,7 +146,7 @@ def test_a_line_is_not_trained_with_one_of_the_batch_before():
     assert batch.ids_BS[0, 0] == EOS
     trained, evaluated = (
         functions.hidden(params, batch, each)[0]
-        for each in (empty if stream.starts_epoch else carry, empty)
+        for each in (empty if stream.fresh else carry, empty)
     )
     np.testing.assert_array_equal(trained, evaluated)
 

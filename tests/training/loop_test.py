@@ -164,7 +164,7 @@ class Parts:
         for _ in range(steps):
             batch = self.stream.next()
             self.widths.add(batch.ids_BS.shape[1])
-            state, measured = self.step(state, batch, self.stream.starts_epoch)
+            state, measured = self.step(state, batch, self.stream.fresh)
             length = int(batch.weights_BS.sum(axis=1).max())
             self.rates.append((length, measured["learning_rate"]))
         return state, measured
