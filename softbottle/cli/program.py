@@ -107,19 +107,22 @@ def define_float(
     upper_bound: float | None = None,
 ) -> flags.FlagHolder[float]:
     """A flag that is a finite number, between `lower_bound` and `upper_bound`."""
-    holder = flags.DEFINE_float(name, default, help_string, lower_bound, upper_bound)
-    flags.register_validator(holder, math.isfinite, f"--{name} must be finite")
-    return holder
+    bounds = (lower_bound, upper_bound)
+    return _finite(flags.DEFINE_float(name, default, help_string, *bounds))
 
 
 def define_minutes(help_string: str) -> flags.FlagHolder[float | None]:
     """The flag --minutes, a finite number; None by default, for no limit."""
-    holder = flags.DEFINE_float("minutes", None, help_string, lower_bound=0.0)
+    return _finite(flags.DEFINE_float("minutes", None, help_string, lower_bound=0.0))
 
-    def known(value):
+
+def _finite(holder):
+    """The flag, which refuses NaN and infinity."""
+
+    def finite(value):
         return value is None or math.isfinite(value)
 
-    flags.register_validator(holder, known, "--minutes must be finite")
+    flags.register_validator(holder, finite, f"--{holder.name} must be finite")
     return holder
 
 

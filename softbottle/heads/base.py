@@ -198,13 +198,13 @@ class Head(abc.ABC):
         plif), these are the bias themselves.
 
         Args:
-            counts_V: how often each word is in the training text.
+            counts_V: the words' counts, as `log_frequencies` takes them.
 
         Returns:
             bias_V, float32.
 
         Raises:
-            ValueError: unless the counts are a vector of numbers that are not negative.
+            ValueError: as `log_frequencies`.
         """
         return log_frequencies(counts_V)
 

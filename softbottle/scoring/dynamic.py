@@ -177,8 +177,10 @@ def _roots(sums, count):
 @functools.partial(jax.jit, static_argnames=("decay", "vocab"))
 def _decay_rates(scale, decay, vocab):
     # Table rows that are no words have no gradient, and are no parameters either.
-    padded = ("table_VE", "output_VE", "bias_V")
-    live = {name: ms[:vocab] if name in padded else ms for name, ms in scale.items()}
+    live = {
+        name: ms[:vocab] if name in sharding.TABLES else ms
+        for name, ms in scale.items()
+    }
     means = [jnp.mean(ms) for ms in jax.tree.leaves(live)]
     mean = sum(means) / len(means)
     most = 1 / decay if decay else math.inf
