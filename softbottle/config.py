@@ -128,7 +128,7 @@ class Model(Section):
     tied: bool = True  # tied embeddings: one table for input and output
     table_range: float = positive(0.1)  # tables start uniform in plus or minus this
     gain: float = positive(1.0)  # what the head reads is the last state times this
-    bias_start: str = one_of("zero", BIASES)  # frequency: the words' log-frequencies
+    bias_start: str = one_of("zero", BIASES)  # frequency: predicts word frequencies
     vocab_multiple: int = positive(1)  # table rows are rounded up to a multiple of this
     compute_dtype: str = one_of("float32", DTYPES)  # of GEMMs; parameters stay float32
     remat: bool = False  # transformer: activation checkpointing, block by block
