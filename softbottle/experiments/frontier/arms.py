@@ -75,6 +75,7 @@ ARMS = {
     "softcap": Arm({"name": "softcap", "cap": 30.0}),
     **_mixtures("moc", 7, _ALL, first=True),
     **_mixtures("mos", 7, _ALL, first=True),
+    **_mixtures("moc", 15, ("tanh",)),
     **_mixtures("mos", 2, _TWO),
     **_mixtures("mos", 4, _TWO),
     "partition-4": Arm({"name": "partition", "classes": 4}),
@@ -91,7 +92,8 @@ ARMS = {
 }
 # Those that matter, which are trained with several seeds.
 SEVERAL_SEEDS = (
-    *(SOFTMAX, "softmax-projected", "moc-7-residual", "mos-7-residual", REFERENCE),
+    *(SOFTMAX, "softmax-projected", "moc-7-residual", "moc-7-tanh"),
+    *("mos-7-residual", REFERENCE),
 )
 _WARMUP, _VALIDATIONS, _WINDOWS = 0.05, 8, 40
 # An LSTM's steps wait for one another: at 1,536 wide and more one H200 does 215 TF/s of
