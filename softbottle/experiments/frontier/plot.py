@@ -50,12 +50,13 @@ def draw(rows: Sequence[dict[str, Any]]) -> drawing.Figure:
 
 
 def cover(rows: Sequence[dict[str, Any]]) -> drawing.Figure:
-    """Perplexity by seconds and by parameters alone.
+    """Perplexity by seconds and by parameters alone, of the arms that were timed.
 
-    Every point has its arm's name, or, of many points, those on the line alone: all
-    others have their head's color.
+    Of all arms, where none was. Every point has its arm's name, or, of many points,
+    those on the line alone: all others have their head's color.
     """
     found = sorted(report.points(rows), key=lambda point: -point.perplexity)
+    found = [point for point in found if point.mean("seconds") > 0] or found
     figure = drawing.Figure(figsize=(9, 3.9))
     matplotlib.backends.backend_agg.FigureCanvasAgg(figure)
     panels = figure.subplots(1, 2, sharey=True)

@@ -30,8 +30,8 @@ on any machine. A line has
 or, of a run that lost its loss or did not fit into memory, `failed` with the reason.
 
 Runs come in rounds: the arms of the first question with the first setting and seed, the
-other arms, all arms with the other settings, and last the other seeds of the five arms
-that matter, each with its best setting.
+other arms, all arms with the other settings, and last the other seeds of the arms that
+matter, each with its best setting.
 """
 
 import itertools

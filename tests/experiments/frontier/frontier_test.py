@@ -592,6 +592,13 @@ def test_of_many_points_the_cover_names_those_on_the_line_and_every_head():
     )
 
 
+def test_arms_without_a_time_are_not_on_the_cover_of_those_with_one():
+    timed = [make_row("softmax"), make_row("mos-7-tanh", loss=3.9)]
+    figure = plot.cover([*timed, make_row("moc-7-tanh", loss=3.8, seconds=None)])
+    for axes in figure.axes:
+        assert {text.get_text() for text in axes.texts} == {"softmax", "mos-7-tanh"}
+
+
 @pytest.mark.slow
 def test_what_there_is_is_drawn_without_asking_for_more(tmp_path, capsys, undrawn):
     rows_lib.write(
