@@ -159,18 +159,22 @@ def measure(
 
 def largest(
     measure_at: Callable[[int], dict[str, Any]], first: dict[str, Any]
-) -> dict[str, Any]:
+) -> dict[str, Any] | None:
     """The largest batch that was found to fit, by compiling larger ones.
 
     Memory rises with the tokens, at least as steeply as at first: where the line
     through `first` and a larger batch meets the chip's memory is the next to be tried.
+    None if `first` itself does not fit: a compiler may be content with what the chip
+    has not.
 
     Args:
         measure_at: gives the measurement at some tokens per chip, or raises
             `DoesNotFitError`.
-        first: a measurement that fits.
+        first: the measurement to begin with.
     """
     limit, start, size = first["limit_bytes"], first["tokens_per_chip"], total(first)
+    if size > limit:
+        return None
     best, guess = first, 2 * start
     for _ in range(_TRIES):
         try:
@@ -217,8 +221,10 @@ def render(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def render_largest(result: dict[str, Any]) -> str:
+def render_largest(result: dict[str, Any] | None) -> str:
     """What `largest` found, as a line."""
+    if result is None:
+        return "  largest     none was looked for: the first does not fit, take fewer"
     return (
         f"  largest     {result['tokens_per_chip']:12,} tokens per chip, compiled, "
         f"take {_gib(total(result)).strip()}: the most that was found to fit"

@@ -22,12 +22,14 @@ def cost(paths: Sequence[pathlib.Path | str], out: pathlib.Path | str) -> None:
     the line's constant and slope.
 
     Raises:
-        ValueError: if a file holds no sweep.
+        ValueError: if a file holds no sweep, or one in which every variant failed.
     """
     results = [json.loads(pathlib.Path(path).read_text()) for path in paths]
     for path, result in zip(paths, results, strict=True):
         if result.get("sweep") not in AXES:
             raise ValueError(f"{path} is not the result of --suite head --sweep.")
+        if not _timed(result):
+            raise ValueError(f"{path} has no variant that was timed.")
     figure = drawing.Figure(figsize=(6 * len(results), 4))
     panels = figure.subplots(1, len(results), squeeze=False)[0]
     for axes, result in zip(panels, results, strict=True):
@@ -47,13 +49,17 @@ def line(rows: list[Row], sweep: str) -> tuple[np.ndarray, np.ndarray, float, fl
     return size, ms, constant, slope
 
 
-def _panel(axes, result):
-    sweep = result["sweep"]
-    rows = [
+def _timed(result):
+    """The rows that have a time of their own."""
+    return [
         row
         for row in result["rows"]
         if row["status"] == "ok" and "same_program_as" not in row
     ]
+
+
+def _panel(axes, result):
+    sweep, rows = result["sweep"], _timed(result)
     unit, per = (1, "component") if sweep == "components" else (1000, "1,000 words")
     for variant in dict.fromkeys(row["variant"] for row in rows):
         points = [row for row in rows if row["variant"] == variant]

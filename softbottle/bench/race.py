@@ -33,12 +33,14 @@ def check_names(kind: str, names: list[str], known: list[str]) -> None:
             raise ValueError(f"no {kind} is called {value!r}; there are {known}.")
 
 
-def check_peers(peers: list[str]) -> None:
+def check_peers(
+    peers: list[str], known: Sequence[str] = tuple(libraries.PEERS)
+) -> None:
     """Raise ValueError unless every peer is known, and torch installed if it is needed.
 
     A library that is not installed costs its own rows alone.
     """
-    check_names("peer", peers, list(libraries.PEERS))
+    check_names("peer", peers, list(known))
     children = {libraries.PEERS[peer].child for peer in peers}
     if THEIRS in children and importlib.util.find_spec("torch") is None:
         raise ValueError("torch is not installed: pip install torch")
@@ -78,6 +80,11 @@ def head(
     """
     _check_apart(shapes, implementations, peers, sweep, heads, asked)
     check_names("shape", shapes, list(problem.CASES))
+    if heads and not asked and shapes and not {*shapes} & {*layers.CASES}:
+        raise ValueError(
+            f"whole heads are timed at {' and '.join(layers.CASES)}, got shapes "
+            f"{shapes}."
+        )
     check_names("sweep", [sweep] if sweep else [], list(problem.SWEEPS))
     check_names("implementation", implementations, ["auto", *options.IMPLEMENTATIONS])
     check_peers(peers)
@@ -159,10 +166,13 @@ def lstm(
         peers: "torch" alone has an LSTM; it runs in LSTM_DTYPES.
         dtype: of our products' inputs.
         seconds: of timing, per variant.
+
+    Raises:
+        ValueError: for names that there are not.
     """
     check_names("stack", stacks, list(problem.STACKS))
     check_names("implementation", implementations, list(lstm_op.IMPLEMENTATIONS))
-    check_peers(peers)
+    check_peers(peers, ["torch"])
     machine = probe(ask)
     rows = []
     for name in _default(stacks, problem.STACKS, machine):

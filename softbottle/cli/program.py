@@ -47,7 +47,11 @@ from ml_collections import config_flags
 from softbottle import config as config_lib
 from softbottle.cli import configs, help_page
 from softbottle.training.checkpoint import CheckpointError
-from softbottle.training.metrics import NonFiniteLossError, WriteError
+from softbottle.training.metrics import (
+    NonFiniteLossError,
+    UnfinishedError,
+    WriteError,
+)
 
 __all__ = [
     *("app", "define_compilation_cache", "define_config", "define_float"),
@@ -63,7 +67,7 @@ TRACEBACK = flags.DEFINE_bool(
 )
 # A flag that is defined by a function below is its caller's.
 flags.disclaim_key_flags()
-_OF_THE_RUN = (CheckpointError, NonFiniteLossError, WriteError)
+_OF_THE_RUN = (CheckpointError, NonFiniteLossError, WriteError, UnfinishedError)
 _OF_THE_USER = (ValueError, OSError, ImportError, app.UsageError, flags.Error)
 _OUT_OF_MEMORY = (
     "the device's memory is too small. Take fewer rows at a time (data.rows, or in "
@@ -164,7 +168,9 @@ def define_numbers(
     )
 
 
-def refuse_unread(without: str, *holders: flags.FlagHolder[Any]) -> None:
+def refuse_unread(
+    without: str, *holders: flags.FlagHolder[Any] | flags.Flag[Any]
+) -> None:
     """Raise UsageError if one of some flags is given that nothing would read.
 
     Args:

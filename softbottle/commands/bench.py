@@ -74,6 +74,12 @@ def main() -> None:
     if DRAW.value:
         from softbottle.bench import plot
 
+        race_flags = sorted(
+            set().union(*_FLAGS.values()) | {"suite", "json", "kernels"}
+        )
+        program.refuse_unread(
+            "with --draw", *(flags.FLAGS[name] for name in race_flags)
+        )
         plot.cost(DRAW.value, OUT.value)
         return
     result = _run(SUITE.value or ("step" if CONFIG.value else ""))

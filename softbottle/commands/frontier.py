@@ -70,6 +70,7 @@ def main() -> None:
     tried = (GAINS.value or None, TABLE_RATES.value or None)
     grid = frontier.Grid(ARMS.value, RATES.value, SEEDS.value, *tried)
     if DRAW.value:
+        program.refuse_unread("with --draw", CONFIG, MINUTES, UNTIMED, KEEP)
         asked = any(flag.present for flag in (ARMS, RATES, GAINS, TABLE_RATES, SEEDS))
         frontier.report(WORKDIR.value, grid if asked else None)
         return

@@ -54,7 +54,7 @@ program.define_compilation_cache()
 
 def main() -> None:
     """Reproduce what the flags say."""
-    check_heads(CHOSEN.value)
+    check_heads(CHOSEN.value, TABLES[TABLE.value])
     grid = Grid(
         TABLE.value,
         CHOSEN.value,

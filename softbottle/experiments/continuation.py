@@ -195,7 +195,7 @@ def compare(
     Raises:
         ValueError: if a model knows other words, or the lines are too short.
     """
-    vocab = _shared_vocab(runs | judges)
+    vocab = _shared_vocab([*runs.items(), *judges.items()])
     openings = beginnings(ids, vocab, settings)
     prompts = [prompt[1:] for prompt in openings.prompts_BP]
     seated = {name: Judge(judge, openings) for name, judge in judges.items()}
@@ -269,11 +269,13 @@ def _perplexity(run, ids, cache):
     return {"perplexity": result.perplexity, **right}
 
 
-def _shared_vocab(runs):
-    digests = {name: run.vocab.digest for name, run in runs.items()}
-    if len(set(digests.values())) > 1:
-        raise ValueError(f"the runs {list(digests)} do not all know the same words.")
-    return next(iter(runs.values())).vocab
+def _shared_vocab(named):
+    """The words of all; a run and a judge may have one name."""
+    names, runs = zip(*named, strict=True)
+    if len({run.vocab.digest for run in runs}) > 1:
+        names = list(dict.fromkeys(names))
+        raise ValueError(f"the runs {names} do not all know the same words.")
+    return runs[0].vocab
 
 
 def _words(vocab, ids):

@@ -9,8 +9,9 @@ the text at which training begins. Every head has the same seeds, and is judged 
 mean over them. A head's noise is the standard deviation of its validation loss over the
 seeds, at the same point, pooled over the points of the same learning rate. A mixture is
 worse at a point if its mean is above the softmax's by more than twice the standard
-error of their difference. A component is dead if its share of the prior, averaged over
-the validation text, is below a hundredth of an equal share.
+error of their difference; one seed has no noise, and decides nothing. A component is
+dead if its share of the prior, averaged over the validation text, is below a hundredth
+of an equal share.
 """
 
 import itertools
@@ -113,7 +114,7 @@ def run(
 
 
 def _finish(path, variants, corpus, mark, seeds):
-    """Train what has no row yet, and write the table of all rows."""
+    """Train what has no row yet, and write the table."""
     rows = rows_lib.read(path, lambda row: (_identity(row), row["fingerprint"]))
     if any(row["fingerprint"] != mark for row in rows):
         raise ValueError(f"{path} has rows of other settings or of another text.")
@@ -130,7 +131,7 @@ def _finish(path, variants, corpus, mark, seeds):
             rows.append(row | trainer.train(deviation, rate, seed))
             rows_lib.write(path, rows)
             print(json.dumps(rows[-1]), flush=True)
-    text = report(rows)
+    text = report(rows, seeds)
     files.replace(path.with_suffix(".md"), text + "\n")
     print(text)
     return rows
@@ -159,23 +160,26 @@ def noise(rows: Sequence[Row], head: str, rate: float) -> float:
     return float(np.sqrt(np.mean(variances))) if variances else math.nan
 
 
-def report(rows: Sequence[Row]) -> str:
-    """A table for every backbone and table: mean losses over seeds, and verdicts."""
-    names = list(dict.fromkeys(row["head"] for row in rows if row["head"] != SOFTMAX))
-    # Every head has the same seeds; an earlier call may have had more of some.
-    shared = set.intersection(
-        *(
-            {row["seed"] for row in rows if row["head"] == name}
-            for name in (SOFTMAX, *names)
-        )
-    )
-    rows = [row for row in rows if row["seed"] in shared]
+def report(rows: Sequence[Row], seeds: int) -> str:
+    """A table for every backbone and table: mean losses over seeds, and verdicts.
+
+    Args:
+        rows: of runs. A head is left out, and named, unless it has all seeds at every
+            point: a call that was stopped may have left a part.
+        seeds: how many are compared; there may be rows of more.
+    """
+    rows = [row for row in rows if row["seed"] < seeds]
+    asked = {(_point(row), row["seed"]) for row in rows if row["head"] == SOFTMAX}
+    names: list[str] = []
+    left_out: list[str] = []
+    for name in dict.fromkeys(row["head"] for row in rows if row["head"] != SOFTMAX):
+        runs = {(_point(row), row["seed"]) for row in rows if row["head"] == name}
+        (names if runs >= asked else left_out).append(name)
     by_head = {
         name: {point: float(np.mean(x)) for point, x in _by_point(rows, name).items()}
         for name in (SOFTMAX, *names)
     }
     rates = sorted({point.rate for point in by_head[SOFTMAX]})
-    seeds = len(shared)
     noises = {
         name: {rate: noise(rows, name, rate) for rate in rates} for name in by_head
     }
@@ -184,27 +188,15 @@ def report(rows: Sequence[Row]) -> str:
         told = ", ".join(f"{value:.4f} at {rate:g}" for rate, value in by_rate.items())
         text.append(f"- {name}: {told}")
     text.append("")
-    verdicts = []
-    for name in names:
-        differences = {
-            point: _behind(loss, by_head[SOFTMAX][point])
-            for point, loss in by_head[name].items()
-            if point in by_head[SOFTMAX]
-        }
-        margins = {
-            rate: 2 * math.hypot(noises[SOFTMAX][rate], noises[name][rate]) / seeds**0.5
-            for rate in rates
-        }
-        # A loss that is not a number is as bad as can be.
-        worse = sum(
-            difference > 0 and not difference <= margins[point.rate]
-            for point, difference in differences.items()
-        )
-        dead = sum(row.get("dead", 0) > 0 for row in rows if row["head"] == name)
-        worst = max(differences.values(), default=math.nan)
-        mean = np.mean(list(differences.values()))
-        cells = [len(differences), worse, f"{worst:+.3f}", f"{mean:+.3f}", dead]
-        verdicts.append([name, *map(str, cells)])
+    if left_out:
+        text += [f"Left out, without all of these runs: {', '.join(left_out)}.", ""]
+    if seeds == 1:
+        text += ["One seed has no noise to judge by: nothing is said to be worse.", ""]
+    verdicts = [
+        _verdict(name, rows, by_head, noises, seeds)
+        for name in by_head
+        if name != SOFTMAX
+    ]
     titles = ["head", "points", "worse", "worst, nats", "mean, nats", "runs with dead"]
     text.append(rows_lib.table(titles, verdicts))
     for kind, points in itertools.groupby(
@@ -213,13 +205,32 @@ def report(rows: Sequence[Row]) -> str:
         text += ["", f"{kind[0]}, {'tied' if kind[1] else 'untied'}:", ""]
         lines = []
         for point in points:
-            means = [
-                f"{losses[point]:.3f}" if point in losses else ""
-                for losses in by_head.values()
-            ]
+            means = [f"{losses[point]:.3f}" for losses in by_head.values()]
             lines.append([str(point.deviation), str(point.rate), *means])
         text.append(rows_lib.table(["std", "rate", *by_head], lines))
     return "\n".join(text)
+
+
+def _verdict(name, rows, by_head, noises, seeds):
+    """The cells of a head beside the softmax."""
+    differences = {
+        point: _behind(loss, by_head[SOFTMAX][point])
+        for point, loss in by_head[name].items()
+    }
+    margins = {
+        rate: 2 * math.hypot(noises[SOFTMAX][rate], own) / seeds**0.5
+        for rate, own in noises[name].items()
+    }
+    # A loss that is not a number is as bad as can be.
+    worse = sum(
+        difference > 0 and not difference <= margins[point.rate]
+        for point, difference in differences.items()
+    )
+    dead = sum(row.get("dead", 0) > 0 for row in rows if row["head"] == name)
+    worst, mean = max(differences.values()), np.mean(list(differences.values()))
+    judged = worse if seeds > 1 else "-"
+    cells = [len(differences), judged, f"{worst:+.3f}", f"{mean:+.3f}", dead]
+    return [name, *map(str, cells)]
 
 
 def _behind(loss, softmax):
@@ -245,7 +256,11 @@ def _check_followed(config):
 
 
 def _identity(row):
-    return (row["head"], row["seed"], *(row[name] for name in Point._fields))
+    return row["head"], row["seed"], _point(row)
+
+
+def _point(row):
+    return Point(*(row[field] for field in Point._fields))
 
 
 def _by_point(rows: Sequence[Row], name: str) -> dict[Point, list[float]]:
@@ -253,8 +268,7 @@ def _by_point(rows: Sequence[Row], name: str) -> dict[Point, list[float]]:
     found: dict[Point, list[float]] = {}
     for row in sorted(rows, key=lambda row: row["seed"]):
         if row["head"] == name:
-            point = Point(*(row[field] for field in Point._fields))
-            found.setdefault(point, []).append(row["loss"])
+            found.setdefault(_point(row), []).append(row["loss"])
     return found
 
 

@@ -43,7 +43,8 @@ def run(
         `workdir/objectives.json`; the table is printed and in `workdir/objectives.md`.
 
     Raises:
-        ValueError: if the corpus is not the templates, which have the right answers.
+        ValueError: if the corpus is not the templates, which have the right answers,
+            or for an objective or a rate that cannot be.
     """
     if config.data.name != "templates":
         raise ValueError(
@@ -51,23 +52,32 @@ def run(
             f"{config.data.name!r}."
         )
     workdir, rows = pathlib.Path(workdir), []
-    for objective, learning_rates in rates.items():
-        for rate in learning_rates:
-            runs = []
-            for seed in seeds:
-                variant = config_lib.from_dict(config_lib.to_dict(config))
-                variant.cache.objective, variant.optim.learning_rate = objective, rate
-                variant.seed = variant.data.templates.seed = seed
-                if variant.train.init_from is not None:
-                    start = variant.train.init_from.replace("{seed}", str(seed))
-                    variant.train.init_from = start
-                folder = workdir / f"{objective}-{rate:g}-{seed}"
-                runs.append(sweep.train(variant, folder))
-            rows.append({"objective": objective, "rate": rate, "runs": runs})
+    # All of them before any is trained.
+    variants = {
+        (objective, rate): [_variant(config, objective, rate, seed) for seed in seeds]
+        for objective, learning_rates in rates.items()
+        for rate in learning_rates
+    }
+    for (objective, rate), settings in variants.items():
+        runs = [
+            sweep.train(variant, workdir / f"{objective}-{rate:g}-{variant.seed}")
+            for variant in settings
+        ]
+        rows.append({"objective": objective, "rate": rate, "runs": runs})
     files.replace(workdir / "objectives.json", json.dumps(rows, indent=2))
     files.replace(workdir / "objectives.md", table(rows) + "\n")
     print(table(rows))
     return rows
+
+
+def _variant(config, objective, rate, seed):
+    variant = config_lib.from_dict(config_lib.to_dict(config))
+    variant.cache.objective, variant.optim.learning_rate = objective, rate
+    variant.seed = variant.data.templates.seed = seed
+    if variant.train.init_from is not None:
+        start = variant.train.init_from.replace("{seed}", str(seed))
+        variant.train.init_from = start
+    return config_lib.validate(variant)
 
 
 def table(rows: list[dict[str, Any]]) -> str:

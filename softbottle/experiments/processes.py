@@ -9,7 +9,7 @@ import math
 import multiprocessing
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -84,6 +84,13 @@ def one_by_one(
                 break  # asked to stop, in the loop or before it could take notice
             if status is not None:
                 broken[chosen] = f"ended with status {status}"
+
+
+def check(broken: Mapping[Any, str]) -> None:
+    """Raise UnfinishedError, naming them, if something ended without a result."""
+    if broken:
+        named = ", ".join(f"{name} {how}" for name, how in broken.items())
+        raise metrics.UnfinishedError(f"{named}; the next start tries again.")
 
 
 @contextlib.contextmanager

@@ -163,6 +163,10 @@ class WriteError(RuntimeError):
     """The metrics could not be written."""
 
 
+class UnfinishedError(RuntimeError):
+    """Runs ended without a result."""
+
+
 class NonFiniteLossError(RuntimeError):
     """The loss or the gradient stopped being a number."""
 

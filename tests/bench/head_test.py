@@ -175,6 +175,8 @@ def test_names_that_do_not_exist_are_answered_with_those_that_do(monkeypatch):
     assert refusal([], [], ["torch"]) == "torch is not installed: pip install torch"
     with pytest.raises(ValueError, match="no stack is called 'big'"):
         race.lstm(worker.in_process, ["big"], [], [])
+    with pytest.raises(ValueError, match=r"'cce'; there are \['torch'\]"):
+        race.lstm(worker.in_process, ["tiny"], [], ["cce"])
     with pytest.raises(ValueError, match="no case is called 'big'"):
         race.decode(worker.in_process, ["big"], [])
 
@@ -182,6 +184,7 @@ def test_names_that_do_not_exist_are_answered_with_those_that_do(monkeypatch):
 @pytest.mark.parametrize(
     "peers, options, reason",
     [
+        ([], {"shapes": ["ptb"], "heads": ["moc-7"]}, "at tiny and lm1b-100k, got"),
         ([], {"sweep": "vocab", "heads": ["moc-7"]}, "a sweep has its own sizes"),
         ([], {"sweep": "vocab", "asked": ["all"]}, "a sweep has its own sizes"),
         (["torch"], {"asked": ["all"]}, r"got implementations \['auto'\] and peers"),
@@ -189,4 +192,5 @@ def test_names_that_do_not_exist_are_answered_with_those_that_do(monkeypatch):
 )
 def test_what_would_be_left_out_is_refused(peers, options, reason):
     with pytest.raises(ValueError, match=reason):
-        race.head(worker.in_process, [], ["auto"], peers, **options)
+        how = {"shapes": [], "implementations": ["auto"], "peers": peers} | options
+        race.head(worker.in_process, **how)

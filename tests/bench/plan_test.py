@@ -53,6 +53,11 @@ def test_if_nothing_larger_fits_the_first_is_the_largest():
     assert plan.largest(measure_at, first) is first
 
 
+def test_a_first_batch_beyond_the_chips_memory_is_not_said_to_fit():
+    found = plan.largest(pytest.fail, measured(10, 1001))
+    assert found is None and "the first does not fit" in plan.render_largest(found)
+
+
 def test_what_does_not_fit_says_how_much_it_needs():
     error = plan.DoesNotFitError("RESOURCE_EXHAUSTED: Used 54.5G of 15.75G hbm.")
     assert error.bytes == 54.5 * 2**30 and "54.5G of 15.75G" in str(error)

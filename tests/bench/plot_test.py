@@ -42,3 +42,7 @@ def test_a_race_that_is_no_sweep_cannot_be_drawn(tmp_path):
     path.write_text(json.dumps({"rows": [], "sweep": None}))
     with pytest.raises(ValueError, match="is not the result of"):
         plot.cost([path], tmp_path / "cost.png")
+    failed = [row | {"status": "failed"} for row in result("vocab")["rows"]]
+    path.write_text(json.dumps(result("vocab") | {"rows": failed}))
+    with pytest.raises(ValueError, match="head.json has no variant that was timed"):
+        plot.cost([path], tmp_path / "cost.png")

@@ -117,6 +117,10 @@ def test_models_of_other_words_are_not_compared():
     runs = {"one": make_run(), "two": make_run(vocab=other)}
     with pytest.raises(ValueError, match=r"\['one', 'two'\] do not all know"):
         continuation.compare(runs, runs, make_ids(400), SETTINGS)
+    # Nor where a run and its judge have one name.
+    with pytest.raises(ValueError, match=r"\['mos'\] do not all know"):
+        judge = {"mos": runs["two"]}
+        continuation.compare({"mos": runs["one"]}, judge, make_ids(400), SETTINGS)
 
 
 @pytest.mark.slow

@@ -90,7 +90,7 @@ def test_a_mixture_is_judged_by_its_mean_and_the_noise_of_its_learning_rate():
     quiet = made_up("softmax", 1e-3, [5.0, 5.02]) + made_up("mos", 1e-3, [5.05, 5.05])
     noisy = made_up("softmax", 1e-2, [5.0, 5.1]) + made_up("mos", 1e-2, [4.9, 5.3])
     assert dropin.noise(quiet + noisy, "softmax", 1e-3) == pytest.approx(0.02 / 2**0.5)
-    text = dropin.report(quiet + noisy)
+    text = dropin.report(quiet + noisy, 2)
     assert "- mos: 0.0000 at 0.001, 0.2828 at 0.01" in text
     # 0.04 above, against twice 0.010; and 0.05, against twice 0.21.
     assert "| mos | 2 | 1 | +0.050 | +0.045 | 0 |" in text
@@ -106,13 +106,28 @@ def test_who_loses_the_loss_is_worse(softmax, mixture, worse):
     rows += made_up("softmax", 1e-2, 2 * [softmax]) + made_up(
         "mos", 1e-2, 2 * [mixture]
     )
-    assert f"| mos | 2 | {worse} |" in dropin.report(rows)
+    assert f"| mos | 2 | {worse} |" in dropin.report(rows, 2)
 
 
-def test_heads_are_compared_on_the_seeds_that_all_of_them_have():
+def test_heads_are_compared_on_the_seeds_that_were_asked_for():
     rows = made_up("softmax", 1e-3, [5.0, 5.0, 4.0]) + made_up("mos", 1e-3, [5.1, 5.1])
-    text = dropin.report(rows)
+    text = dropin.report(rows, 2)
     assert "over 2 seeds" in text and "| mos | 1 | 1 | +0.100 |" in text
+    alone = dropin.report(rows, 1)
+    assert "| mos | 1 | - | +0.100 |" in alone and "One seed has no noise" in alone
+
+
+def test_a_head_that_was_begun_by_another_call_is_named_and_not_compared():
+    rows = [
+        row
+        for rate in (1e-3, 1e-2)
+        for row in made_up("softmax", rate, [5.0, 5.0])
+        + made_up("mos", rate, [5.1] * 2)
+    ]
+    whole = dropin.report(rows, 2)
+    begun = dropin.report(rows + made_up("moc", 1e-3, [4.0, 4.0]), 2)
+    line = "Left out, without all of these runs: moc.\n\n"
+    assert begun.replace(line, "") == whole != begun
 
 
 def test_a_rival_that_does_not_exist_is_refused_with_those_that_do(tmp_path):

@@ -62,6 +62,13 @@ def test_every_objective_rate_and_seed_is_a_run_of_its_own(trained, tmp_path):
     assert (tmp_path / "objectives.md").read_text() == objectives.table(rows) + "\n"
 
 
+def test_nothing_is_trained_before_all_settings_are_known_to_go(trained, tmp_path):
+    rates = {"plain": [1e-3], "histaling": [1e-3]}
+    with pytest.raises(ValueError, match="cache.objective.*'histaling'"):
+        objectives.run(make_config(), tmp_path, rates, [0])
+    assert not trained
+
+
 def test_a_row_has_the_range_over_its_seeds():
     runs = [summary(0.861, 34, 3.174), summary(1.0, 34, 3.59), summary(0.9, 34, 3.2)]
     text = objectives.table([{"objective": "plain", "rate": 3e-3, "runs": runs}])

@@ -38,6 +38,7 @@ COMMANDS = {
     "unread freeze": ("retrofit.py", "--unfreeze", "--freeze=table"),
     "unread rates": ("sweep.py", "--config", QUICKSTART, "--rates=1e-3"),
     "unread window": ("analyze.py", "--window=64", "--out=report"),
+    "unread keep": ("frontier.py", "--draw", "--keep"),
     "unread positions": ("saturation.py", "--positions=64"),
 }
 
@@ -76,6 +77,7 @@ REASONS = {
     "unread freeze": "--freeze would not be read with --unfreeze, which trains all",
     "unread rates": "--rates would not be read without --objectives",
     "unread window": "--window would not be read without --hf or --gguf",
+    "unread keep": "--keep would not be read with --draw",
     "unread positions": "--positions would not be read without --run",
     "seed": "seed must be below 2**32, got 1180591620717411303424",
     "nan": "optim.clip must be finite, got nan",
@@ -87,7 +89,7 @@ REASONS = {
     "temperature": "--temperature=0",
     "arm": "no arm is called 'mos-7'; there are softmax, softmax-half, ",
     "table": "should be one of <ptb|wt2|ranks|time|lm1b>",
-    "table's head": "no head is called 'mso'; there are softmax, moc, ",
+    "table's head": "no head is called 'mso' here; there are softmax, moc, ",
     "setting": "--set takes SECTION.FIELD=VALUE, got 'train.epochs'",
     "no run": "no-run holds no run: there is no config.json in it",
     "no prompt": "no-prompt holds no run",

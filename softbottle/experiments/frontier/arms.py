@@ -171,7 +171,7 @@ class Variants:
         text: the hashes of the corpus.
 
     Raises:
-        ValueError: if the optimizer has no decay.
+        ValueError: if the optimizer has no decay, or parameters come from another run.
     """
 
     def __init__(
@@ -186,7 +186,17 @@ class Variants:
                 "the frontier decays the learning rate over a pass, which optim.name="
                 f"{config.optim.name!r} does not do; use adamw."
             )
+        if config.train.init_from is not None:
+            raise ValueError(
+                "the frontier trains from the start, and train.init_from is "
+                f"{config.train.init_from!r}."
+            )
         self._config, self._vocab, self._text = config, vocab, text
+        if config.mesh != config_lib.Mesh():
+            # Times are of that many devices.
+            mesh = sections.flatten(config_lib.to_dict(config))
+            shares = {name: mesh[name] for name in mesh if name.startswith("mesh.")}
+            self._text = text | {"mesh": json.dumps(shares)}
         steps = (config.train.epochs or 1) * steps_per_epoch
         self._steps = min(steps, config.train.steps or steps)
         self._models: dict[str, _Model] = {}

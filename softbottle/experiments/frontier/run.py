@@ -63,6 +63,7 @@ from softbottle.training import lock, metrics
 
 Row = dict[str, Any]
 _ROWS = "frontier.jsonl"
+_DIGITS = 9  # of a quotient that is a setting
 
 
 class Grid(NamedTuple):
@@ -152,6 +153,7 @@ def run(
             cannot be made, for rows of other settings or of another text, and where
             another process is at work in the same workdir; later, for a run that is
             refused, as one that was begun with other settings is.
+        metrics.UnfinishedError: at the end, for runs that ended without a result.
     """
     workdir, rows = pathlib.Path(workdir), read(workdir)
     check_names(grid.arms)
@@ -160,7 +162,8 @@ def run(
     if grid.table_rates is None:
         rate = config.optim.learning_rate
         over = (config.optim.table_learning_rate or rate) / rate
-        grid = grid._replace(table_rates=[over])
+        # 0.009 / 0.003 is 3, the setting that --table_rates calls so.
+        grid = grid._replace(table_rates=[round(over, _DIGITS)])
     corpus = corpus_lib.load(config.data)
     vocab, text = len(corpus.vocab), corpus_lib.digest(corpus)
     stream = lines.stream(config.data, corpus.vocab, corpus.train, config.seed)
@@ -203,6 +206,7 @@ def run(
         _check(workdir, rows, variants)
         processes.one_by_one(minutes, broken, choose, do)
         report(workdir, grid, broken)
+    processes.check(broken)
     return rows
 
 

@@ -80,7 +80,7 @@ class Plan:
     def __init__(self, grid: Grid, workdir: pathlib.Path, load: Load):
         self.grid, self.table = grid, TABLES[grid.table]
         self.heads = tuple(dict.fromkeys(grid.heads)) or self.table.heads
-        check_heads(self.heads)
+        check_heads(self.heads, self.table)
         if not 0 < grid.scale <= 1:
             raise ValueError(f"the scale must be above 0, at most 1, got {grid.scale}.")
         for name, instead in _OWN.items():
@@ -160,6 +160,8 @@ class Plan:
             # All heads of a data set are timed on the same batches.
             rows = self._load(stage.config.format(head="mos")).data.rows
             changes["data.rows"] = rows
+        if config.optim.name == "sgd":
+            config.optim.learning_rate *= head.sgd_rate
         config = changed(config, {**changes, **self.grid.changes, "seed": unit.seed})
         if stage.measure is not None:
             return config_lib.validate(config)

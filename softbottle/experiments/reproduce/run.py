@@ -70,6 +70,7 @@ def run(
         ValueError: for heads and settings that cannot be, for rows of other settings or
             of another text, for a stage that was refused, for a table of times that is
             not to be timed, and where another process is at work in the same workdir.
+        metrics.UnfinishedError: at the end, for stages that ended without a result.
     """
     workdir = pathlib.Path(workdir)
     if untimed and TABLES[grid.table].words:
@@ -114,6 +115,7 @@ def _finish(plan, workdir, rows, minutes, as_is, untimed):
         print("left: " + ", ".join(map(str, queue)))
     if cut := [unit for unit in left(plan, rows, True) if _was_cut(plan, rows, unit)]:
         print("with --as_is, of what was cut short: " + ", ".join(map(str, cut)))
+    processes.check(broken)
     return rows
 
 

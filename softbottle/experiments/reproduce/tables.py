@@ -86,6 +86,12 @@ class Table(NamedTuple):
     recipe: Recipe | None = None
     words: Mapping[str, int] = {}
 
+    @property
+    def data(self) -> set[str]:
+        """The data sets whose configs it takes."""
+        configs = (stage.config for stage in self.stages if stage.config)
+        return {config.partition(":")[0] for config in configs}
+
     def stage(self, name: str) -> Stage:
         """A stage by its name."""
         (found,) = (stage for stage in self.stages if stage.name == name)
@@ -93,33 +99,41 @@ class Table(NamedTuple):
 
 
 class Head(NamedTuple):
-    """What `{head}` of a config is, and the settings that differ from it."""
+    """What `{head}` of a config is, and what differs from its recipe.
+
+    Attributes:
+        argument: of the config.
+        changes: settings.
+        sgd_rate: its learning rate over the recipe's, where that is by SGD.
+        data: the data set that the changes are for; None for any.
+    """
 
     argument: str
     changes: Mapping[str, Any] = {}
+    sgd_rate: float = 1.0
+    data: str | None = None
 
 
 _PLAIN = ("softmax", "moc", "sigsoftmax", "gss", "plif", "mos", "moss")
 _COMPONENTS = (1, 2, 3, 5, 7, 10, 20)
 _FEW = 3  # components
-# Of heads that do not learn at the recipe's 20 (docs/results/ptb.md).
-_SLOW = {"optim.learning_rate": 10.0}
+_SLOW = 0.5  # of heads that do not learn at PTB's 20 (docs/results/ptb.md)
 _PARTITION = {"head.name": "partition", "head.classes": 4, "head.components": None}
 _ONE_WIDTH = {"model.embed_dim": 340, "model.hidden_dim": 960, "model.last_dim": 340}
 HEADS: dict[str, Head] = {
     **{name: Head(name) for name in _PLAIN},
     **{
-        f"mos-{k}": Head("mos", {"head.components": k, **(_SLOW if k <= _FEW else {})})
+        f"mos-{k}": Head("mos", {"head.components": k}, _SLOW if k <= _FEW else 1.0)
         for k in _COMPONENTS
     },
     # Cheap heads that do best on the frontier (docs/results/frontier.md), with the
     # mixture's widths.
-    "moc-residual": Head("moc", {"head.context": "residual", **_SLOW}),
-    "partition-4": Head("mos", {**_PARTITION, "head.context": "residual", **_SLOW}),
+    "moc-residual": Head("moc", {"head.context": "residual"}, _SLOW),
+    "partition-4": Head("mos", {**_PARTITION, "head.context": "residual"}, _SLOW),
     "partition-4-tanh": Head("mos", _PARTITION),
     # Equal parameters, as Parthiban et al. compare them on PTB: 17.53M and 17.56M. The
     # softmax has the learning rate and the dropout between layers of their softmax.
-    "mos-280": Head("mos", {"model.last_dim": 280}),
+    "mos-280": Head("mos", {"model.last_dim": 280}, data="ptb"),
     "softmax-340": Head(
         "softmax",
         {
@@ -127,6 +141,7 @@ HEADS: dict[str, Head] = {
             **{"data.rows": 12, "regularise.rows": 0.15, "regularise.hidden": 0.3},
             "optim.learning_rate": 20.0,
         },
+        data="ptb",
     ),
 }
 
@@ -205,9 +220,15 @@ TABLES: dict[str, Table] = {
 }
 
 
-def check_heads(names: Sequence[str]) -> None:
-    """Raise ValueError, with the heads that there are, unless all of these are."""
+def check_heads(names: Sequence[str], table: Table) -> None:
+    """Raise ValueError, with the heads that a table has, unless all of these are."""
+    known = [
+        name
+        for name, head in HEADS.items()
+        if head.data is None or {head.data} == table.data
+    ]
     for name in names:
-        if name not in HEADS:
-            known = ", ".join(HEADS)
-            raise ValueError(f"no head is called {name!r}; there are {known}.")
+        if name not in known:
+            raise ValueError(
+                f"no head is called {name!r} here; there are {', '.join(known)}."
+            )

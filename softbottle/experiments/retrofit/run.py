@@ -51,6 +51,7 @@ from softbottle.experiments.retrofit import data, plot, report, scores, trial
 from softbottle.experiments.retrofit.arms import OWN, SOFTMAX, Start
 from softbottle.experiments.retrofit.data import Problem
 from softbottle.experiments.retrofit.trial import Training
+from softbottle.training import lock
 
 Row = dict[str, Any]
 ROWS = "retrofit.jsonl"
@@ -129,8 +130,8 @@ def run(
         All rows, those of earlier calls included.
 
     Raises:
-        ValueError: for an arm that there is not, states that cannot be used, or rows of
-            other settings.
+        ValueError: for an arm that there is not, states that cannot be used, rows of
+            other settings, or where another process is at work in the same workdir.
     """
     problem = data.make(capture, heldout, digest)
     return compare(problem, workdir, grid, training, frozen(problem), minutes)
@@ -176,15 +177,11 @@ def compare(
     """
     check(grid, training)
     workdir = pathlib.Path(workdir)
-    path = workdir / ROWS
-    rows = rows_lib.read(path, _key)
     mark = fingerprint(problem, training, trunk_rate)
-    for row in rows:
-        rows_lib.check(path, _key(row), row, mark)
+    rows = read(workdir, mark)
     for key in plan(grid, training, rows):
         if key.arm != OWN:
             arms_lib.expected_costs(problem, key.arm, key.width)
-    workdir.mkdir(parents=True, exist_ok=True)
     shared = training._asdict() | {"trunk_rate": trunk_rate, "fingerprint": mark}
     shared |= {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
     broken: dict[Key, str] = {}
@@ -210,16 +207,37 @@ def compare(
         # The row's width is the table's; a matched arm finds its own.
         asked = key._asdict() | {"asked_width": key.width}
         rows.append(shared | asked | row | {"elapsed": spent})
-        rows_lib.write(path, rows)
+        rows_lib.write(workdir / ROWS, rows)
         return None
 
-    processes.one_by_one(minutes, broken, choose, do)
-    left = [str(key) for key in missing(grid, training, rows)]
+    with lock.Lock(workdir):
+        # Another process may have written since.
+        rows = read(workdir, mark)
+        processes.one_by_one(minutes, broken, choose, do)
+        _report(workdir, problem, rows, missing(grid, training, rows))
+    return rows
+
+
+def read(workdir: pathlib.Path, mark: str) -> list[Row]:
+    """The rows of finished runs; none where there is no file.
+
+    Raises:
+        ValueError: if a line is not a row, or one of another fingerprint.
+    """
+    path = workdir / ROWS
+    rows = rows_lib.read(path, _key)
+    for row in rows:
+        rows_lib.check(path, _key(row), row, mark)
+    # Files that were joined may both have a run: it is one seed.
+    return list({_key(row): row for row in rows}.values())
+
+
+def _report(workdir, problem, rows, missed):
+    left = [str(key) for key in missed]
     print(report.write(workdir, problem, rows, left))
     if found := report.points(rows):
         plot.costs(found).save(workdir / "retrofit.png")
         plot.frequencies(found).save(workdir / "retrofit-words.png")
-    return rows
 
 
 def check(grid: Grid, training: Training) -> None:

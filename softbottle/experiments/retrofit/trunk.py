@@ -31,6 +31,7 @@ from softbottle.experiments.retrofit.data import Problem, Rows
 from softbottle.experiments.retrofit.run import Result
 from softbottle.experiments.retrofit.scores import Heldout, outcome
 from softbottle.experiments.retrofit.trial import Training
+from softbottle.ops import Options
 from softbottle.training.metrics import NonFiniteLossError
 
 _CHECK = 20  # steps between two looks at the loss and the clock
@@ -110,7 +111,8 @@ class Tuner:
         opt_state = tx.init(params)
         for number, windows in enumerate(self._batches(training, seed), 1):
             adam.zero_grad(set_to_none=True)
-            found = self.backward(begun._replace(params=params), *windows)
+            now = begun._replace(params=params)
+            found = self.backward(now, *windows, training.options)
             params, opt_state = _update(
                 params, opt_state, found.params, training.rate, training=training
             )
@@ -139,7 +141,11 @@ class Tuner:
         return Result(made, told | scores)
 
     def backward(
-        self, begun: Start, ids_BS: np.ndarray, labels_BS: np.ndarray
+        self,
+        begun: Start,
+        ids_BS: np.ndarray,
+        labels_BS: np.ndarray,
+        options: Options,
     ) -> Gradients:
         """Add the gradients of a batch's mean loss to those of the trunk.
 
@@ -147,6 +153,7 @@ class Tuner:
             begun: the head; its table and bias are not read: the model's own are.
             ids_BS: windows, without the tokens in front.
             labels_BS: the tokens that follow, the model's own.
+            options: of the head's operation.
 
         Returns:
             What jax computed.
@@ -165,6 +172,7 @@ class Tuner:
             problem.order_V,
             problem.train.scale,
             head=begun.head,
+            options=options,
         )
         # jax reads PyTorch's memory, which the optimizer is about to change.
         jax.block_until_ready(found)
@@ -221,12 +229,14 @@ class Tuner:
         return Heldout(*(Rows(half, scale) for half in both))
 
 
-@functools.partial(jax.jit, static_argnames="head")
-def _gradients(params, table_VD, bias_V, hidden_TD, labels_T, order_V, scale, *, head):
+@functools.partial(jax.jit, static_argnames=("head", "options"))
+def _gradients(
+    params, table_VD, bias_V, hidden_TD, labels_T, order_V, scale, *, head, options
+):
     def loss(params, table_VD, bias_V, hidden_TD):
         words = table_VD[order_V] * scale, bias_V[order_V]
         tokens = hidden_TD / scale, labels_T
-        return head.loss(params, *words, *tokens, reduction="mean")
+        return head.loss(params, *words, *tokens, reduction="mean", options=options)
 
     arrays = (params, table_VD, bias_V, hidden_TD)
     value, grads = jax.value_and_grad(loss, argnums=(0, 1, 2, 3))(*arrays)

@@ -29,10 +29,19 @@ def write(workdir: pathlib.Path | str) -> str:
         raise ValueError(f"{workdir / FILE} has no rows: give a --run.")
     found = courses(rows)
     listed = "\n".join(f"- {sentence}" for sentence in decisions(found))
-    text = f"{table(found)}\n\n{listed}\n"
+    text = f"{_measured(rows[0])}\n\n{table(found)}\n\n{listed}\n"
     files.replace(workdir / "saturation.md", f"# Along the training\n\n{text}")
     plot.draw(found).save(workdir / "saturation.png")
     return text
+
+
+def _measured(row):
+    """By what all runs were measured."""
+    counts = row["positions"]
+    return (
+        f"Losses of {counts['loss']:,} tokens of the split {row['split']}, states of "
+        f"the first {counts['states']:,}."
+    )
 
 
 def table(found: Sequence[Course]) -> str:

@@ -42,6 +42,8 @@ CURVES = {
     "states_rank": "states_rank_M",
     "table_rank": "table_rank_M",
 }
+# What all rows of a table have in common; those of before do not have all.
+MEASURED = ("split", "positions", "text")
 _DIGITS = 7  # of what is stored, significant
 
 
@@ -117,12 +119,12 @@ def measure(
         )
     run, lines = capture.series.run, metrics.read(workdir)
     config, text = run.config, load_corpus(workdir, run, split)
-    scored = text.splits[split]
+    digest, scored = corpus_lib.digest(text), text.splits[split]
     measured = turns.measure(dataclasses.replace(capture.series, scored=scored))
     stream = lines_lib.stream(config.data, text.vocab, text.train, config.seed)
     start: dict[str, Any] = next((at["start"] for at in lines if "start" in at), {})
     return {
-        "fingerprint": _fingerprint(config, corpus_lib.digest(text), split),
+        "fingerprint": _fingerprint(config, digest, split),
         "head": repr(run.model.head),
         "width": config_lib.context_dim(config),
         "seed": config.seed,
@@ -130,6 +132,7 @@ def measure(
         "steps_per_pass": stream.steps_per_epoch,
         "tokens_per_step": config.data.rows * config.data.length,
         "split": split,
+        "text": digest[split],
         "positions": {
             "loss": len(scored) - 1,
             "states": min(positions, len(scored) - 1),
@@ -150,7 +153,8 @@ def add(workdir: pathlib.Path | str, row: rows_lib.Row) -> None:
 
     Raises:
         ValueError: if the file has a run of the same width, head and seed that had
-            other settings or another text, or was measured by another one.
+            other settings or another text, or a run that was measured by another text
+            or at other positions.
     """
     path = pathlib.Path(workdir) / FILE
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -158,6 +162,13 @@ def add(workdir: pathlib.Path | str, row: rows_lib.Row) -> None:
     mark = {"fingerprint": row["fingerprint"]}
     # Rows of before have none.
     rows_lib.check(path, key(row), mark | rows.get(key(row), {}), row["fingerprint"])
+    for run, old in rows.items():
+        for name in MEASURED:
+            if name in old and old[name] != row[name]:
+                raise ValueError(
+                    f"{path.name} has {run} of another {name}, {old[name]} instead of "
+                    f"{row[name]}; runs of one table are measured alike."
+                )
     rows[key(row)] = row
     rows_lib.write(path, [rows[each] for each in sorted(rows)])
 
@@ -167,7 +178,10 @@ def _fingerprint(config, text, split):
     config = dataclasses.replace(
         config, train=dataclasses.replace(config.train, steps=None)
     )
-    return fingerprint(config, text | {"scored": split})
+    told = text | {"scored": split}
+    if config.train.init_from is not None:
+        told |= {"init_from": config.train.init_from}
+    return fingerprint(config, told)
 
 
 def courses(rows: Sequence[rows_lib.Row]) -> list[Course]:

@@ -311,6 +311,26 @@ def test_a_model_beyond_the_memory_is_an_outcome(tmp_path, monkeypatch):
     assert "does not fit" in trial.outcome(tmp_path)["failed"]
 
 
+def test_a_quotient_of_rates_is_the_setting_of_its_name(tmp_path, started):
+    config = make_config(optim__learning_rate=3e-3, optim__table_learning_rate=9e-3)
+    grid = frontier.Grid(["softmax"], [0.01])
+    (row,) = frontier.run(config, tmp_path, grid)
+    assert frontier.run(config, tmp_path, grid._replace(table_rates=[3.0])) == [row]
+    assert started == ["softmax-0.01-0-table-3"] and row["table_rate"] == 3
+
+
+def test_rows_are_of_one_start_and_of_so_many_devices(tmp_path, started):
+    config, grid = make_config(), frontier.Grid(["softmax"], [0.01])
+    frontier.run(config, tmp_path, grid)
+    config.mesh.data = 4
+    with pytest.raises(ValueError, match="of other settings"):
+        frontier.run(config, tmp_path, grid)
+    config.train.init_from = "runs/other"
+    with pytest.raises(ValueError, match="train.init_from is 'runs/other'"):
+        frontier.run(config, tmp_path / "new", grid)
+    assert started == ["softmax-0.01-0"] and not (tmp_path / "new").exists()
+
+
 def test_a_process_that_dies_has_no_row_and_the_next_one_follows(
     tmp_path, monkeypatch, started, capsys
 ):
@@ -322,8 +342,10 @@ def test_a_process_that_dies_has_no_row_and_the_next_one_follows(
         return without_training(values, folder, *rest)
 
     monkeypatch.setattr(trial, "supervise", supervise)
-    rows = frontier.run(make_config(), tmp_path, frontier.Grid(PAIR, [0.01]))
-    assert [row["arm"] for row in rows] == ["mos-7-tanh"]
+    told = "softmax-0.01-0 ended with status -11; the next start tries again"
+    with pytest.raises(metrics.UnfinishedError, match=told):
+        frontier.run(make_config(), tmp_path, frontier.Grid(PAIR, [0.01]))
+    assert [row["arm"] for row in frontier.read(tmp_path)] == ["mos-7-tanh"]
     said = capsys.readouterr().out.splitlines()[-1]
     assert said == "missing: rate 0.01, seed 0: softmax (ended with status -11)"
 

@@ -16,7 +16,7 @@ from softbottle.experiments.reproduce import run as reproduce
 from softbottle.experiments.reproduce import stage as stage_lib
 from softbottle.experiments.reproduce.plan import Grid, Plan, Unit
 from softbottle.experiments.reproduce.tables import HEADS, TABLES
-from softbottle.training import lock, state, stopping
+from softbottle.training import lock, metrics, state, stopping
 from tests import pictures, tiny
 
 pytestmark = pytest.mark.usefixtures("quick_keys", "shared_evaluators")
@@ -248,9 +248,38 @@ def test_settings_bind_what_was_only_begun(tmp_path, stubs):
 
 
 def test_an_unknown_head_is_answered_with_the_heads_there_are(tmp_path):
-    with pytest.raises(ValueError, match="no head is called 'mso'; there are softmax,"):
-        reproduce.run(Grid("ptb", ["mso"]), tmp_path / "new", load)
+    for table, head in (("ptb", "mso"), ("wt2", "softmax-340"), ("time", "mos-280")):
+        named = f"no head is called '{head}' here; there are softmax,"
+        with pytest.raises(ValueError, match=named):
+            reproduce.run(Grid(table, [head]), tmp_path / "new", load)
     assert not (tmp_path / "new").exists()
+
+
+def test_heads_that_learn_at_half_the_rate_do_so_by_sgd_alone(tmp_path, monkeypatch):
+    text = {"text": "x"}, 100
+    monkeypatch.setattr(Plan, "_text", lambda plan, config: text)
+    found = {}
+    for table, recipe in (("ptb", 20.0), ("wt2", 15.0), ("lm1b", 1e-3)):
+        grid = Grid(table, ["mos-3", "mos-5", "moc-residual", "partition-4"])
+        plan = Plan(grid, tmp_path, config_files.load)
+        for unit in plan.units:
+            if unit.stage == "train":
+                rate = plan.config(unit).optim.learning_rate
+                found[table, unit.head] = rate / recipe
+    halved = {f"{unit[0]} {unit[1]}" for unit, share in found.items() if share == 0.5}
+    assert halved == {
+        f"{table} {head}"
+        for table in ("ptb", "wt2")
+        for head in ("mos-3", "moc-residual", "partition-4")
+    }
+    assert {share for share in found.values() if share != 0.5} == {1.0}
+
+
+def test_settings_that_were_given_come_before_the_factor(tmp_path):
+    changes = {"optim.learning_rate": 0.25}
+    grid = Grid("ranks", ["mos-3"], changes=changes)
+    plan = Plan(grid, tmp_path, load)
+    assert plan.config(plan.units[0]).optim.learning_rate == 0.25
 
 
 @pytest.mark.parametrize("scale", [0.0, 1.5])
@@ -348,7 +377,7 @@ def test_mixtures_are_drawn_by_components_beside_the_published_ones(tmp_path):
     assert panel.title.endswith("ours at 0.5 of the epochs")
     assert panel.ours == {
         "ours, rate 0.5": [(5, 63.0), (5, 64.0), (10, 64.0), (10, 65.0), (20, 65.0)],
-        "ours, rate 10": [(3, 62.0), (3, 63.0)],
+        "ours, rate 0.25": [(3, 62.0), (3, 63.0)],
     }
     assert panel.levels == {"softmax": 61.5, "mos-280": 66.5}
     yang = [(3, 58.62), (5, 57.36), (10, 56.33), (20, 56.17)]
@@ -357,7 +386,7 @@ def test_mixtures_are_drawn_by_components_beside_the_published_ones(tmp_path):
     (axes,) = figure.axes
     drawn = {line.get_label(): line.get_xydata().tolist() for line in axes.lines}
     means = [[5, 63.5], [10, 64.5], [20, 65]]
-    assert drawn["ours, rate 0.5"] == means and drawn["ours, rate 10"] == [[3, 62.5]]
+    assert drawn["ours, rate 0.5"] == means and drawn["ours, rate 0.25"] == [[3, 62.5]]
     assert drawn["softmax"] == [[3, 61.5], [20, 61.5]]
     assert drawn["Yang et al. 2018"] == [list(point) for point in yang]
     figure.png()
@@ -442,7 +471,9 @@ def test_a_run_that_failed_before_its_first_validation_is_not_trained_again(
 def test_a_process_that_dies_is_told_and_tried_again_the_next_time(tmp_path, stubs):
     grid = Grid("lm1b", ["mos", "moc"], [1])
     stubs[0]["train"] = -signal.SIGSEGV
-    reproduce.run(grid, tmp_path, load)
+    told = "mos-seed1 train ended with status -11, moc-seed1 train ended"
+    with pytest.raises(metrics.UnfinishedError, match=told):
+        reproduce.run(grid, tmp_path, load)
     page = (tmp_path / "lm1b.md").read_text()
     assert "- mos-seed1 train: ended with status -11\n- mos-seed1 static\n" in page
     del stubs[0]["train"]
@@ -460,7 +491,8 @@ def test_a_run_that_is_gone_is_trained_again_where_it_is_needed(
 ):
     stubs[0]["static"] = 1
     grid = Grid("lm1b", ["mos"], [1])
-    reproduce.run(grid, tmp_path, load)
+    with pytest.raises(metrics.UnfinishedError, match="static ended with status 1"):
+        reproduce.run(grid, tmp_path, load)
     monkeypatch.setattr(reproduce, "_best_step", lambda plan, unit: None)
     plan, rows = Plan(grid, tmp_path, load), reproduce.read(tmp_path)
     assert [unit.stage for unit in reproduce.left(plan, rows)] == ["train", "static"]
@@ -474,7 +506,8 @@ def test_what_a_run_that_is_gone_started_from_is_trained_again_as_well(
 ):
     stubs[0]["cache"] = 1
     grid = Grid("ptb", ["mos"], [1])
-    reproduce.run(grid, tmp_path, load)
+    with pytest.raises(metrics.UnfinishedError, match="fine-cache ended with status 1"):
+        reproduce.run(grid, tmp_path, load)
     plan, rows = Plan(grid, tmp_path, load), reproduce.read(tmp_path)
     assert [unit.stage for unit in reproduce.left(plan, rows)] == ["fine-cache"]
     monkeypatch.setattr(reproduce, "_best_step", lambda plan, unit: None)

@@ -18,6 +18,7 @@ from softbottle.experiments.retrofit import arms as arms_lib
 from softbottle.experiments.retrofit import data, plot, report, scores, trial
 from softbottle.experiments.retrofit import run as retrofit
 from softbottle.experiments.retrofit.trial import Training
+from softbottle.training import lock
 from tests import commands, pictures
 
 pytestmark = pytest.mark.usefixtures("quick_keys")
@@ -257,6 +258,20 @@ def test_started_again_it_trains_nothing_and_reports_the_same(compared, monkeypa
     assert "Quantized weights" in page and "| mos-2 | 6 | moc-2 |" in page
     with pytest.raises(ValueError, match="of other settings or of another text"):
         retrofit.run(capture, workdir, grid, training, digest="another")
+    # Of files that were joined: a run is one seed, however often its line is there.
+    (workdir / "retrofit.jsonl").write_text("\n".join([*lines, *lines]))
+    joined = retrofit.run(capture, workdir, grid, training, digest="d")
+    assert joined == rows and (workdir / "retrofit.md").read_text() == page
+
+
+def test_one_process_is_at_work_in_a_workdir(tmp_path, problem):
+    def fit(*arguments):
+        pytest.fail("trained in a folder that another process has")
+
+    how = (retrofit.Grid(["moc-2"]), Training(2, 64, 0.0), fit)
+    with lock.Lock(tmp_path), pytest.raises(lock.LockedError, match="in use"):
+        retrofit.compare(problem, tmp_path, *how)
+    assert not (tmp_path / "retrofit.jsonl").exists()
 
 
 @pytest.fixture
@@ -331,7 +346,9 @@ def test_a_loss_that_is_lost_is_an_outcome(tmp_path, undrawn):
     grid = retrofit.Grid(["moc-2-linear"], seeds=1, rates=(1e30,))
     rows = retrofit.run(make_capture(), tmp_path, grid, Training(60, 64, 0.0))
     assert "the loss of step" in rows[-1]["failed"]
-    assert rows[-1]["failed"] in (tmp_path / "retrofit.md").read_text()
+    page = (tmp_path / "retrofit.md").read_text()
+    assert rows[-1]["failed"] in page
+    assert f"log P on {rows[0]['rank_positions']:,} positions" in page
 
 
 def make_rows(arm, losses, rate=0.1, valid=None, asked=None, spread=0.0):

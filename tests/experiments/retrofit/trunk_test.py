@@ -14,6 +14,7 @@ from softbottle.experiments.retrofit import arms, data
 from softbottle.experiments.retrofit import run as retrofit
 from softbottle.experiments.retrofit.trial import Training
 from softbottle.experiments.retrofit.trunk import Tuner
+from softbottle.ops import Options
 from tests import commands
 from tests.analysis.sources import pretrained_test as tiny
 
@@ -84,7 +85,7 @@ def test_the_gradient_is_that_of_a_model_of_pytorch_alone(name, tied, tmp_path):
     windows = ids[: 3 * WINDOW].reshape(3, WINDOW)
     labels = ids[1 : 3 * WINDOW + 1].reshape(3, WINDOW)
     begun = arms.start(problem, "mos-2", None, 0)
-    found = tuner.backward(begun, windows, labels)
+    found = tuner.backward(begun, windows, labels, Options())
     front = np.ones((3, 1), int)
     logits = model(torch.tensor(np.concatenate([front, windows], axis=1))).logits
     loss = torch.nn.functional.cross_entropy(
@@ -100,6 +101,10 @@ def test_the_gradient_is_that_of_a_model_of_pytorch_alone(name, tied, tmp_path):
         np.testing.assert_allclose(
             named[key].grad, parameter.grad, rtol=1e-3, atol=1e-6, err_msg=key
         )
+    half = Options(compute_dtype="bfloat16")
+    rounded = tuner.backward(begun, windows, labels, half).hidden_TD
+    error = np.linalg.norm(rounded - found.hidden_TD) / np.linalg.norm(found.hidden_TD)
+    assert 1e-4 < error < 3e-2
 
 
 @pytest.mark.slow

@@ -33,7 +33,8 @@ def make_row(head="softmax()", width=32, seed=0, low=400, training=400, end=400)
     curves |= {"step": steps, "loss": list(bent(low)[at] + noise[0])}
     return {
         **{"head": head, "width": width, "seed": seed, "steps_per_pass": PASS},
-        "fingerprint": "0",
+        **{"fingerprint": "0", "split": "test", "text": "0"},
+        "positions": {"loss": 900, "states": 512},
         "curves": curves,
         "training": [[step, bent(training)[step - 1]] for step in range(5, end + 1, 5)],
     }
@@ -99,7 +100,8 @@ def test_the_report_has_a_line_per_run_and_a_picture(tmp_path):
         saturation.add(tmp_path, row)
     assert len(rows_lib.read(tmp_path / saturation.FILE, saturation.key)) == 2
     text = report.write(tmp_path)
-    lines = text.splitlines()
+    measured, _, *lines = text.splitlines()
+    assert "Losses of 900 tokens of the split test, states of the first 512" in measured
     assert [line.split(" | ")[1] for line in lines[2:4]] == ["`mos(4)`", "`softmax()`"]
     assert {line.count("|") for line in lines[:4]} == {lines[0].count("|")}
     turned = float(lines[3].split(" | ")[9].split()[0])
@@ -112,11 +114,25 @@ def test_the_report_has_a_line_per_run_and_a_picture(tmp_path):
 
 def test_a_run_of_other_settings_does_not_replace_one(tmp_path):
     old = make_row()
-    del old["fingerprint"]  # as it was written before
+    del old["fingerprint"], old["text"]  # as it was written before
     rows_lib.write(tmp_path / saturation.FILE, [old])
     saturation.add(tmp_path, make_row())
     with pytest.raises(ValueError, match=r"saturation\.jsonl has .* of other settings"):
         saturation.add(tmp_path, make_row() | {"fingerprint": "1"})
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"split": "valid"}, {"text": "1"}, {"positions": {"loss": 900, "states": 99}}],
+)
+def test_runs_that_were_measured_otherwise_are_not_put_beside_each_other(
+    tmp_path, other
+):
+    saturation.add(tmp_path, make_row())
+    for row in (make_row(), make_row("mos(4)")):
+        with pytest.raises(ValueError, match=f"of another {[*other][0]}, .* instead"):
+            saturation.add(tmp_path, row | other)
+    assert rows_lib.read(tmp_path / saturation.FILE, saturation.key) == [make_row()]
 
 
 @pytest.mark.slow
