@@ -188,5 +188,8 @@ def test_prompts_side_by_side_go_on_as_each_does_alone(backbone, joined):
 @pytest.mark.slow
 def test_a_single_prompt_draws_with_the_keys_of_one_text():
     run, prompt = make("trime", "transformer"), [3, 1, 4]
-    one_BN = generate.make_continuer(run, 7)(np.array([prompt]), 4)
+    go_on = generate.make_continuer(run, 7)
+    with pytest.raises(ValueError, match="at least one word; an empty one is"):
+        go_on(np.zeros((2, 0), int), 4)
+    one_BN = go_on(np.array([prompt]), 4)
     assert one_BN[0].tolist() == list(generate.generate(run, prompt, 7, seed=4))

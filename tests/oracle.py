@@ -77,14 +77,20 @@ def read(case, hidden_TD):
     """What projections and prior read: a direction, or for tanh the state."""
     if case.context in (None, "tanh"):
         return hidden_TD
-    return hidden_TD / np.sqrt((hidden_TD**2).sum(axis=1, keepdims=True) + 1e-12) / 4
+    return hidden_TD / length(hidden_TD) / 4
+
+
+def length(hidden_TD):
+    """Of each state, [T, 1]; of one of zeros infinity: it has no direction."""
+    length_T1 = np.linalg.norm(hidden_TD, axis=1, keepdims=True)
+    return np.where(length_T1 > 1e-6, length_T1, np.inf)
 
 
 def unread(case, hidden_TD, read_bar_TD):
     """The gradient by a state from that by what is read of it."""
     if case.context in (None, "tanh"):
         return read_bar_TD
-    length_T1 = np.sqrt((hidden_TD**2).sum(axis=1, keepdims=True) + 1e-12)
+    length_T1 = length(hidden_TD)
     read_TD = hidden_TD / length_T1
     along_T1 = (read_TD * read_bar_TD).sum(axis=1, keepdims=True)
     return (read_bar_TD - along_T1 * read_TD) / length_T1 / 4

@@ -337,14 +337,12 @@ def real(
 def _mixed(tokens, table_VD, activation):
     """One component, whose context is the state itself."""
     hidden_TD = np.asarray(tokens.hidden_TD[:SAMPLE])
-    dim = table_VD.shape[1]
-    width = np.linalg.matrix_rank(table_VD) if dim < _WIDE else dim
     return Mixed(
         np.zeros((len(hidden_TD), 1), np.float32),
         hidden_TD[:, None],
         tokens.labels_T[:SAMPLE],
         activation,
-        powers(int(width)),
+        powers(table_VD.shape[1]),
     )
 
 
@@ -412,6 +410,8 @@ def _check(table_VD, bias_V, states, labels_N):
         if not _is_finite(real(name, array, None)):
             raise ValueError(f"{name} has entries that are not finite.")
     if labels_N is not None:
+        if not states:
+            raise ValueError("labels are of states, and no hidden ones are given.")
         if labels_N.shape != states[-1].shape[:1]:
             raise ValueError(f"labels {labels_N.shape} must be [N] as hidden {shapes}.")
         vocab_lib.check_ids("labels", labels_N, len(table_VD))

@@ -12,6 +12,7 @@ input, may be split over devices and is where the memory goes.
 
 import abc
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -180,6 +181,18 @@ class Head(abc.ABC):
             hidden_TD: the states.
         """
         return self.mix(params, hidden_TD).log_prior_TK
+
+    def components_of(self, params: Params, hidden_TD: jax.Array) -> jax.Array | None:
+        """Which component each column of `mix` is in every token, [T, k].
+
+        None where column k is component k, which it is unless only some are active.
+
+        Args:
+            params: of `init`.
+            hidden_TD: the states.
+        """
+        del params, hidden_TD
+        return None
 
     def activation(self, params: Params) -> Activation:
         """The log-activation g; the identity unless a head has another.
@@ -400,7 +413,8 @@ class Head(abc.ABC):
                 probable word, and "accuracy", 1 where that is the label and else 0,
                 which have no gradient; "lse", the log-normalizers of the components
                 [T, K]; "responsibilities", P(component | label) [T, K]; "z_loss", what
-                `z_loss` adds to the nll.
+                `z_loss` adds to the nll. Where only k components are active, the two
+                are [T, k], of those that `components_of` names.
             ignore_label: a label, for example -100, whose tokens have 0 of everything
                 and no gradient; their states may hold anything.
             label_smoothing: as of `loss`.
@@ -731,12 +745,26 @@ class Head(abc.ABC):
         params, table_VE, bias_V = output
         checks.states(params, hidden_TD)
         checks.contexts(repr(self), self.contexts, params)
+        # Of several states side by side the widths are not known here.
+        if self.layers == self.positions == 1:
+            widths = hidden_TD.shape[1], table_VE.shape[1]
+            checks.params(repr(self), _shapes(self, *widths), params, widths)
         check_range(params=params, hidden_TD=hidden_TD)
         checks.mesh(params=params, table_VE=table_VE, hidden_TD=hidden_TD)
         states = States(hidden_TD, latent_mask, key)
         return self.predictions(
             params, Vocabulary.of(table_VE, bias_V), states, options
         )
+
+
+@functools.lru_cache
+def _shapes(head, hidden_dim, context_dim):
+    """Those of a head's parameters, by name."""
+
+    def init():
+        return head.init(jax.random.key(0), hidden_dim, context_dim)
+
+    return {name: leaf.shape for name, leaf in jax.eval_shape(init).items()}
 
 
 def _kept(labels_T, ignore_label, dtype):

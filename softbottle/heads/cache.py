@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from softbottle.heads.base import Head, Params
 from softbottle.ops.cache import api as cache
 from softbottle.ops.cache import ranking
+from softbottle.ops.log_sum import log_sum
 from softbottle.ops.mixture import decode, shards
 from softbottle.ops.mixture.arrays import without_padding
 from softbottle.ops.mixture.likelihood import word_ids
@@ -177,7 +178,8 @@ class Cached:
         )
         alone_BSV = cache_log_probs(hidden_BSD, memory, len(table_VE))
         gated_TV = gate_T[:, None] + _flat(alone_BSV)
-        return jnp.logaddexp(log_p_TV, gated_TV).reshape(alone_BSV.shape)
+        both_TV2 = jnp.stack([log_p_TV, gated_TV], axis=-1)
+        return log_sum(both_TV2).reshape(alone_BSV.shape)
 
     def sample(
         self,

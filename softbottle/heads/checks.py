@@ -128,6 +128,38 @@ def contexts(head: str, count: int, params: Mapping[str, Any]) -> None:
         )
 
 
+def params(
+    head: str,
+    shapes: Mapping[str, tuple[int, ...]],
+    params: Mapping[str, Any],
+    widths: tuple[int, int],
+) -> None:
+    """Raise ValueError unless the parameters have a head's names and shapes.
+
+    Many that are of another head would be computed with, as a third one.
+
+    Args:
+        head: for the message.
+        shapes: of the head's own parameters, by name.
+        params: those that were given.
+        widths: of the states and of the table, for the message.
+    """
+    found = {name: tuple(array.shape) for name, array in params.items()}
+    wrong = [
+        f"{name} {found[name]} instead of {shape}"
+        for name, shape in shapes.items()
+        if name in found and found[name] != shape
+    ]
+    wrong += [f"no {name} {shapes[name]}" for name in shapes if name not in found]
+    more = [f"{name} {found[name]}" for name in found if name not in shapes]
+    wrong += [f"{each}, which it has not" for each in more]
+    if wrong:
+        raise ValueError(
+            f"the parameters are not those of {head} with states {widths[0]} wide and "
+            f"a table {widths[1]} wide: {', '.join(wrong)}."
+        )
+
+
 def labels(labels_T: jax.Array, hidden_TD: jax.Array) -> None:
     """Raise ValueError unless there is a label for each token."""
     if labels_T.shape != hidden_TD.shape[:1]:

@@ -33,7 +33,7 @@ KINDS = ("residual", "linear", "tanh")
 DEFAULT = KINDS[0]
 # The length of x.
 LENGTH = 0.25
-# Added to a squared length: a state of zeros has no direction.
+# A squared length from which on a state has a direction.
 TINY = 1e-12
 
 
@@ -115,13 +115,18 @@ def init_path(
 
 
 def read(kind: str, hidden_TD: jax.Array) -> jax.Array:
-    """What the projections and the prior read: the state, or x of its direction."""
+    """What the projections and the prior read: the state, or x of its direction.
+
+    A state of zeros has none: x and its gradient are zeros.
+    """
     if kind == "tanh":
         return hidden_TD
     wide_TD = hidden_TD.astype(jnp.promote_types(hidden_TD.dtype, jnp.float32))
     square_T1 = jnp.sum(jnp.square(wide_TD), axis=1, keepdims=True)
-    scale_T1 = LENGTH * jax.lax.rsqrt(square_T1 + TINY)
-    return (wide_TD * scale_T1).astype(hidden_TD.dtype)
+    long_T1 = square_T1 > TINY
+    scale_T1 = LENGTH * jax.lax.rsqrt(jnp.where(long_T1, square_T1, 1.0))
+    read_TD = jnp.where(long_T1, wide_TD * scale_T1, 0.0)
+    return read_TD.astype(hidden_TD.dtype)
 
 
 def init_prior(kind: str, key: jax.Array, count: int, hidden_dim: int) -> jax.Array:
@@ -170,11 +175,6 @@ def beside_path(
 ) -> jax.Array:
     """The contexts, [T, K, E]: what `bend` gives, and h P where the kind has a path."""
     if kind == "tanh":
-        if project_DE is not None:
-            raise ValueError(
-                f"the parameters have a projection {project_DE.shape} of the state, "
-                "which tanh contexts have not: they are of another kind of contexts."
-            )
         return bent_TKE
     if project_DE is not None:
         project_DE = project_DE.astype(hidden_TD.dtype)

@@ -98,6 +98,12 @@ class MixtureOfSoftmaxes(Mixed):
         """Whether `loss` draws one of the active components."""
         return self.draw
 
+    def components_of(self, params: Params, hidden_TD: jax.Array) -> jax.Array | None:
+        """The active ones, those of largest prior first; see `Head.components_of`."""
+        if self.active is None:
+            return None
+        return jax.lax.top_k(self.log_prior(params, hidden_TD), self.active)[1]
+
     def mix(
         self,
         params: Params,

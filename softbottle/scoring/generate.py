@@ -96,6 +96,10 @@ def make_continuer(
     Prompts of one length are continued side by side, each a text of its own, with the
     settings of `generate`. One loop on the device generates all the words; it reads the
     text so far again for each, whatever the model.
+
+    Raises:
+        ValueError: for settings that `generate` refuses; in the call, for prompts
+            without words.
     """
     _check(run, tokens, temperature, top_k, top_p)
     model = run.model
@@ -121,6 +125,11 @@ def make_continuer(
         return jax.lax.scan(add, text_BS, (places, keys))[0][:, -tokens:]
 
     def continue_prompts(prompts_BP, seed):
+        if not prompts_BP.shape[1]:
+            raise ValueError(
+                "a prompt has at least one word; an empty one is the end of a line, "
+                f"{run.vocab.eos}."
+            )
         text_BS = np.pad(prompts_BP.astype(np.int32), ((0, 0), (0, tokens)))
         keys = jax.random.split(jax.random.key(seed), tokens)
         return np.asarray(loop(run.params, text_BS, keys))

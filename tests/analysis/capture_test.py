@@ -214,6 +214,11 @@ def test_arrays_are_looked_through_in_parts(entry, monkeypatch):
         make_capture(hidden=hidden_ND)
 
 
+def test_labels_without_states_are_refused():
+    with pytest.raises(ValueError, match="labels are of states, and no hidden ones"):
+        make_capture(hidden=[])
+
+
 def test_what_is_no_array_is_refused(tmp_path):
     (tmp_path / "text.npy").write_text("no array")
     with pytest.raises(ValueError, match=r"hidden: .*text.npy is no .npy file"):

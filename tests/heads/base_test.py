@@ -31,7 +31,7 @@ def test_weights_of_another_shape_are_refused_by_name(shape):
 
 
 def test_a_table_of_another_width_is_refused_with_both_widths():
-    with pytest.raises(ValueError, match="7 wide and the table 6"):
+    with pytest.raises(ValueError, match=r"a table 6 wide: latent_DKE \(5, 3, 7\)"):
         call(table_VE=np.zeros((37, 6), np.float32))
 
 
@@ -75,8 +75,34 @@ def test_parameters_of_another_number_of_contexts_are_refused_with_both(head, ot
 def test_parameters_with_a_path_are_none_of_tanh_contexts():
     params = softbottle.mos(3).init(jax.random.key(0), 6, 4)
     output = (params, jnp.zeros((37, 4)), None)
-    with pytest.raises(ValueError, match="projection .6, 4. .* tanh contexts have not"):
+    with pytest.raises(ValueError, match=r"project_DE \(6, 4\), which it has not"):
         softbottle.mos(3, "tanh").nll(*output, jnp.zeros((3, 6)), jnp.arange(3))
+
+
+@pytest.mark.parametrize(
+    "head, other, wrong",
+    [
+        (
+            softbottle.partition(2, components=3),
+            softbottle.partition(6),
+            r"prior_DK \(",
+        ),
+        (
+            softbottle.mixtape(2, frequent=3),
+            softbottle.mixtape(2, frequent=1),
+            r"\(1, ",
+        ),
+        (softbottle.plif(10), softbottle.plif(20), r"slope_N \(10,\) instead of \(20,"),
+        (softbottle.softmax(), softbottle.plif(20), r"no slope_N \(20,\)"),
+        (softbottle.lowrank(4), softbottle.lowrank(1), "needs a table of that width"),
+    ],
+    ids=repr,
+)
+def test_parameters_of_another_head_are_refused(head, other, wrong):
+    params = jax.eval_shape(lambda key: head.init(key, 4, 4), jax.random.key(0))
+    arrays = jnp.zeros((37, 4)), None, jnp.zeros((3, 4)), jnp.arange(3)
+    with pytest.raises(ValueError, match=wrong):
+        jax.eval_shape(lambda params: other.nll(params, *arrays), params)
 
 
 def test_without_weights_all_tokens_count_one():

@@ -94,6 +94,31 @@ def test_active_components_are_those_of_largest_prior():
     )
     chosen = np.take_along_axis(context_TKE, order_T2[:, :, None], axis=1)
     np.testing.assert_array_equal(some.context_TKE, chosen)
+    params = full.init(jax.random.key(3), 5, WIDTH)
+    hidden_TD = jnp.asarray(arrays[2])
+    np.testing.assert_array_equal(active.components_of(params, hidden_TD), order_T2)
+    assert full.components_of(params, hidden_TD) is None
+
+
+def test_a_state_of_zeros_has_no_direction_and_a_gradient_like_others():
+    table_VE, bias_V, hidden_TD = point(WIDTH)
+    head = softbottle.mos(3)
+    hidden_TD = jnp.asarray(hidden_TD).at[0].set(0.0)
+
+    @jax.jit
+    def run(key, hidden_TD):
+        params = head.init(key, WIDTH, WIDTH)
+        drawn = jax.random.normal(key, params["latent_DKE"].shape)
+        params |= {"latent_DKE": drawn}
+        labels_T = jnp.arange(len(hidden_TD))
+        step = jax.grad(
+            lambda hidden_TD: head.loss(params, *output, hidden_TD, labels_T)
+        )
+        return step(hidden_TD)
+
+    output = table_VE, bias_V
+    norm_T = np.linalg.norm(run(jax.random.key(0), hidden_TD), axis=1)
+    assert 0 < norm_T[0] < 3 * norm_T[1:].max()
 
 
 def test_all_components_active_are_the_whole_mixture():

@@ -307,6 +307,31 @@ def test_the_log_probabilities_of_given_words_are_those_of_each(name, float64):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["softmax", "moss", "partition_mixed", "mixtape"])
+def test_dense_log_probs_have_the_gradient_of_the_oracle_beside_padding_rows(name):
+    inputs, padded, mask_TKE, cotangent_T = make_problem(name)
+    options = Options(budget_bytes=ODD_BUDGET, vocab=VOCAB)
+    labels_T = inputs.labels_T % VOCAB
+    inputs = inputs._replace(labels_T=labels_T)
+
+    @jax.jit
+    def run(args, mask_TKE, cotangent_T):
+        def log_p(*args):
+            named = {"latent_mask": mask_TKE, "options": options}
+            log_p_TV = CASES[name].head.log_probs(*args, **named)
+            return jnp.take_along_axis(log_p_TV, labels_T[:, None], axis=1)[:, 0]
+
+        return jax.vjp(log_p, *args)[1](-cotangent_T)
+
+    point = oracle.cast((padded[:4], mask_TKE, cotangent_T), jnp.float32)
+    params, table_VE, bias_V, hidden_TD = run(*point)
+    exact = oracle.gradients(name, inputs, cotangent_T, mask_TKE)
+    ours = (params, table_VE[:VOCAB], bias_V[:VOCAB], hidden_TD)
+    oracle.assert_close(ours, exact, "float32")
+    assert not np.any(table_VE[VOCAB:]) and not np.any(bias_V[VOCAB:])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["moss", "mixtape"])
 def test_an_ignored_label_is_padding_and_a_mean_is_over_the_rest(name):
     inputs = oracle.make_inputs(name)

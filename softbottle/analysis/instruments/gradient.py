@@ -82,7 +82,8 @@ def measure(
     """The share of the logits' gradient that a head passes on to its contexts.
 
     Args:
-        log_prior_TK: log mixture weights; zeros with K = 1 for a plain softmax.
+        log_prior_TK: log mixture weights; zeros with K = 1 for a plain softmax, -inf
+            for a component that is not active.
         context_TKE: what each component multiplies the table by.
         table_VE: the output table, words only.
         bias_V: its bias.
@@ -94,19 +95,21 @@ def measure(
         ValueError: if the shapes do not fit, an entry is not finite, a label is not a
             word, or a rank is not in [1, width].
     """
-    log_prior_TK = real("prior", log_prior_TK, None)
-    context_TKE = real("contexts", context_TKE, None)
-    table_VE = real("table", table_VE, None)
-    bias_V = real("bias", bias_V, None)
-    labels_T = np.asarray(labels_T)
-    _check(log_prior_TK, context_TKE, table_VE, bias_V, labels_T)
-    basis_VE = column_space(table_VE)
+    arrays = _checked(log_prior_TK, context_TKE, table_VE, bias_V, labels_T)
+    basis_VE = column_space(arrays[2])
     width = basis_VE.shape[1]
     if not all(1 <= r <= width for r in ranks):
         raise ValueError(
             f"the head has {width} directions; ranks must be in [1, {width}], got "
             f"{list(ranks)}."
         )
+    return _measured(arrays, basis_VE, activation, ranks)
+
+
+def _measured(arrays, basis_VE, activation, ranks):
+    """`measure` of checked arrays and the basis of their table."""
+    log_prior_TK, context_TKE, table_VE, bias_V, labels_T = arrays
+    width = basis_VE.shape[1]
     fixed = (table_VE, bias_V, basis_VE, activation.theta, activation.apply)
     chunks = [
         _squares(labels_T[chunk], log_prior_TK[chunk], context_TKE[chunk], *fixed)
@@ -141,18 +144,19 @@ def column_space(table_VE: np.ndarray) -> np.ndarray:
 
 
 def of_capture(capture: Capture, settings: Settings) -> Gradient:
-    """`measure` on the start of a capture's text."""
+    """`measure` on the start of a capture's text, by no more ranks than there are."""
     del settings
     mixed = present("mixed", capture.mixed)
-    return measure(
+    arrays = _checked(
         mixed.log_prior_TK,
         mixed.context_TKE,
         present("table_VE", capture.table_VE),
         bias_or_zeros(capture),
         mixed.labels_T,
-        mixed.activation,
-        mixed.ranks,
     )
+    basis_VE = column_space(arrays[2])
+    ranks = sorted({min(rank, basis_VE.shape[1]) for rank in mixed.ranks})
+    return _measured(arrays, basis_VE, mixed.activation, ranks)
 
 
 def section(heads: dict[str, Gradient]) -> report.Section:
@@ -275,7 +279,13 @@ def _squares(
     return jnp.square(part_CKE), jnp.square(d_CKV).sum(axis=-1), r_CK
 
 
-def _check(log_prior_TK, context_TKE, table_VE, bias_V, labels_T):
+def _checked(log_prior_TK, context_TKE, table_VE, bias_V, labels_T):
+    """The arrays as NumPy's; see `measure`."""
+    log_prior_TK = real("prior", log_prior_TK, None)
+    context_TKE = real("contexts", context_TKE, None)
+    table_VE = real("table", table_VE, None)
+    bias_V = real("bias", bias_V, None)
+    labels_T = np.asarray(labels_T)
     shapes = [a.shape for a in (log_prior_TK, context_TKE, table_VE, bias_V, labels_T)]
     fits = context_TKE.ndim == 3 and table_VE.ndim == 2
     if not fits or shapes != [
@@ -283,9 +293,14 @@ def _check(log_prior_TK, context_TKE, table_VE, bias_V, labels_T):
         *(table_VE.shape[:1], context_TKE.shape[:1]),
     ]:
         raise ValueError(f"[T, K], [T, K, E], [V, E], [V], [T] expected, got {shapes}.")
-    for name, array in (("contexts", context_TKE), ("table", table_VE)):
+    # -inf is of a component that is not active, of which a token has not only such.
+    most_T1 = log_prior_TK.max(axis=1, keepdims=True)
+    prior_TK = np.where(np.isneginf(log_prior_TK), most_T1, log_prior_TK)
+    named = {"log-weights": prior_TK, "contexts": context_TKE}
+    for name, array in (named | {"table": table_VE, "bias": bias_V}).items():
         if bad := array.size - np.isfinite(array).sum():
             raise ValueError(f"the {name} have {bad} entries that are not finite.")
     outside = labels_T[(labels_T < 0) | (labels_T >= len(table_VE))]
     if len(outside):
         raise ValueError(f"label {outside[0]} is not among {len(table_VE)} words.")
+    return log_prior_TK, context_TKE, table_VE, bias_V, labels_T

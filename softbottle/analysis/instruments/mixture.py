@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import matplotlib.ticker
 import numpy as np
+from scipy import special
 
 from softbottle import drawing
 from softbottle.analysis import bootstrap, report
@@ -38,16 +39,19 @@ def mixing(log_prior_TK: np.ndarray, log_label_TK: np.ndarray) -> Mixing:
         r_k = pi_k P_k(label) / sum_j pi_j P_j(label).
 
     Args:
-        log_prior_TK: log pi.
+        log_prior_TK: log pi; -inf for a component that is not active.
         log_label_TK: log P_k(label), each component's own.
 
     Raises:
-        ValueError: if the two are not finite matrices of one shape.
+        ValueError: if the two are not matrices of one shape, or an entry is not finite
+            that has to be.
     """
     log_prior_TK = real("weights", log_prior_TK)
     log_label_TK = real("labels", log_label_TK)
     matched = log_prior_TK.ndim == 2 and log_prior_TK.shape == log_label_TK.shape
-    bad = np.sum(~np.isfinite(log_prior_TK)) + np.sum(~np.isfinite(log_label_TK))
+    known_TK = np.isfinite(log_prior_TK) | np.isneginf(log_prior_TK)
+    bad = np.sum(~known_TK) + np.sum(~np.isfinite(log_label_TK))
+    bad += np.sum(np.all(np.isneginf(log_prior_TK), axis=-1))
     if not matched or bad:
         raise ValueError(
             f"weights {log_prior_TK.shape} and labels {log_label_TK.shape} must be "
@@ -58,11 +62,11 @@ def mixing(log_prior_TK: np.ndarray, log_label_TK: np.ndarray) -> Mixing:
     log_r_TK = log_joint_TK - np.logaddexp.reduce(log_joint_TK, axis=1, keepdims=True)
     first_TK = prior_TK == prior_TK.max(axis=1, keepdims=True)
     return Mixing(
-        float(-(prior_TK * log_prior_TK).sum(axis=1).mean()),
+        float(special.entr(prior_TK).sum(axis=1).mean()),
         prior_TK.mean(axis=0),
         (first_TK / first_TK.sum(axis=1, keepdims=True)).mean(axis=0),
         np.exp(log_r_TK).mean(axis=0),
-        float(-(np.exp(log_r_TK) * log_r_TK).sum(axis=1).mean()),
+        float(special.entr(np.exp(log_r_TK)).sum(axis=1).mean()),
         np.stack(bootstrap.of_mean(prior_TK, (0, 1))),
         np.stack(bootstrap.of_mean(np.exp(log_r_TK), (0, 1))),
     )

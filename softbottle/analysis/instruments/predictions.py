@@ -30,7 +30,10 @@ BLOCK = 256  # positions, or words, whose logits are held at a time
 
 
 class Block(NamedTuple):
-    """A stretch of text: log P, the mixture weights, and log P_k of the labels."""
+    """A stretch of text: log P, the mixture weights, and log P_k of the labels.
+
+    A component that is not active has the log-weight -inf, and anything for log P_k.
+    """
 
     log_p_CV: jax.Array
     log_prior_CK: jax.Array
@@ -53,6 +56,10 @@ def mixtures(capture: Capture, precision: Precision = "float32") -> Iterator[Blo
             *output, hidden_CD, labels_C, options=options
         )
         log_label_CK = score_CK - lse_CK
+        place_Ck = head.components_of(output[0], hidden_CD)
+        if place_Ck is not None:
+            log_prior_CK = spread(log_prior_CK, place_Ck, head.contexts, -jnp.inf)
+            log_label_CK = spread(log_label_CK, place_Ck, head.contexts, 0.0)
         return Block(log_p_CV[:, : options.vocab], log_prior_CK, log_label_CK)
 
     for hidden_CD, labels_C in present("tokens", capture.tokens):
@@ -62,6 +69,15 @@ def mixtures(capture: Capture, precision: Precision = "float32") -> Iterator[Blo
             )
             block = predict(*inputs, labels_C)
         yield block
+
+
+def spread(
+    array_Tk: jax.Array, place_Tk: jax.Array, components: int, fill: float
+) -> jax.Array:
+    """What there is of active components, [T, k, ...], by component, [T, K, ...]."""
+    tokens, _, *rest = array_Tk.shape
+    whole_TK = jnp.full((tokens, components, *rest), fill, array_Tk.dtype)
+    return whole_TK.at[jnp.arange(tokens)[:, None], place_Tk].set(array_Tk)
 
 
 def blocks(capture: Capture, precision: Precision = "float32") -> Iterator[np.ndarray]:

@@ -34,6 +34,7 @@ from softbottle.analysis.capture import (
     present,
     sizes_below,
 )
+from softbottle.analysis.instruments.predictions import spread
 from softbottle.analysis.sources.reading import Reading, token_ids
 from softbottle.data import batches
 from softbottle.data import lines as lines_lib
@@ -182,6 +183,11 @@ def mixed(run: Run, ids: np.ndarray, positions: int = SAMPLE) -> Mixed | None:
     log_prior_TK, context_TKE = run.model.head.mix(params, jnp.asarray(hidden_TD))
     if classes.count(context_TKE) > 1:
         return None
+    place_Tk = run.model.head.components_of(params, jnp.asarray(hidden_TD))
+    if place_Tk is not None:
+        count = run.model.head.contexts
+        log_prior_TK = spread(log_prior_TK, place_Tk, count, -jnp.inf)
+        context_TKE = spread(context_TKE, place_Tk, count, 0.0)
     activation = run.model.head.activation(params)
     return Mixed(
         np.asarray(log_prior_TK),

@@ -35,6 +35,8 @@ Axes: Q queries, M entries of the cache.
 import jax
 import jax.numpy as jnp
 
+from softbottle.ops.log_sum import log_sum
+
 
 def similarities(
     query_QD: jax.Array,
@@ -65,8 +67,8 @@ def masses(
     """
     score_QM = similarities(query_QD, key_MD, visible_QM, scale)
     hit_QM = label_Q[..., :, None] == word_M[..., None, :]
-    target_Q = _log_sum(jnp.where(hit_QM, score_QM, -jnp.inf))
-    return target_Q, _log_sum(score_QM)
+    target_Q = log_sum(jnp.where(hit_QM, score_QM, -jnp.inf))
+    return target_Q, log_sum(score_QM)
 
 
 def past(segments_BS: jax.Array) -> jax.Array:
@@ -108,9 +110,9 @@ def join(
     """
     target_TK = jnp.broadcast_to(target_T[:, None], score_TK.shape)
     # Both are -inf for a label that is ruled out and in no entry, as padding's may be.
-    score_TK = _log_sum(jnp.stack([score_TK, target_TK], axis=-1))
+    score_TK = log_sum(jnp.stack([score_TK, target_TK], axis=-1))
     lse_TK = jnp.logaddexp(lse_TK, cache_T[:, None])
-    return _log_sum(log_prior_TK + score_TK - lse_TK)
+    return log_sum(log_prior_TK + score_TK - lse_TK)
 
 
 def gates(
@@ -137,12 +139,14 @@ def log_probs(score_QM: jax.Array, word_M: jax.Array, vocab: int) -> jax.Array:
 
     It scatters over the vocabulary: for evaluation and generation.
     """
-    lse_Q = _log_sum(score_QM)
+    lse_Q = log_sum(score_QM)
     share_QM = jnp.exp(score_QM - jnp.where(jnp.isneginf(lse_Q), 0.0, lse_Q)[:, None])
     share_QV = jnp.zeros((len(score_QM), vocab), score_QM.dtype)
     strange_M = (word_M < 0) | (word_M >= vocab)
     seen_Q = jnp.any(~jnp.isneginf(score_QM) & strange_M[None], axis=-1)
-    log_QV = jnp.log(share_QV.at[:, word_M].add(share_QM))
+    share_QV = share_QV.at[:, word_M].add(share_QM)
+    none_QV = share_QV == 0
+    log_QV = jnp.where(none_QV, -jnp.inf, jnp.log(jnp.where(none_QV, 1.0, share_QV)))
     return jnp.where(seen_Q[:, None], jnp.nan, log_QV)
 
 
@@ -157,13 +161,3 @@ def best_word(score_QM: jax.Array, word_M: jax.Array) -> jax.Array:
     same_MM = (word_M[:, None] == word_M[None, :]).astype(mass_QM.dtype)
     best_Q = jnp.argmax(jnp.where(mass_QM > 0, mass_QM @ same_MM, -1.0), axis=-1)
     return jnp.where(some_Q1[:, 0], word_M[best_Q], -1)
-
-
-def _log_sum(score_QM):
-    """logsumexp over the last axis, with a gradient of 0 where all of it is -inf."""
-    top_Q = jax.lax.stop_gradient(jnp.max(score_QM, axis=-1, initial=-jnp.inf))
-    some_Q = ~jnp.isneginf(top_Q)
-    top_Q = jnp.where(some_Q, top_Q, 0.0)
-    total_Q = jnp.sum(jnp.exp(score_QM - top_Q[..., None]), axis=-1)
-    log_Q = top_Q + jnp.log(jnp.where(some_Q, total_Q, 1.0))
-    return jnp.where(some_Q, log_Q, -jnp.inf)

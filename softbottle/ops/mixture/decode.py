@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
+from softbottle.ops.log_sum import log_sum
 from softbottle.ops.mixture import classes, likelihood, shards
 from softbottle.ops.mixture.activations import Activation
 from softbottle.ops.mixture.arrays import Mixture, Vocabulary
@@ -248,7 +249,7 @@ def _log_p(mixture, lse_CK, words, activation, options):
     g_CKW = _scores(context_CKE, words, activation, options)
     if lse_CK is None:
         return g_CKW[:, 0]
-    return jax.nn.logsumexp(g_CKW + (log_prior_CK - lse_CK)[:, :, None], axis=1)
+    return log_sum(g_CKW + (log_prior_CK - lse_CK)[:, :, None], axis=1)
 
 
 def _scores(context_CKE, words, activation, options):

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from softbottle.analysis import report
+from softbottle.analysis.capture import Capture
 from softbottle.analysis.instruments import gradient
+from softbottle.analysis.settings import Settings
 from softbottle.analysis.sources import run as source
 from softbottle.ops.mixture import activations
 from tests import pictures, tiny
@@ -148,6 +150,29 @@ def test_an_idle_component_has_nothing_to_keep():
     assert np.isfinite(found.kept) and found.responsibility_K[1] == 0
 
 
+def test_a_component_that_is_not_active_is_idle():
+    log_prior_TK, *rest = make_inputs()
+    log_prior_TK[:, 1] = -np.inf
+    found = gradient.measure(log_prior_TK, *rest)
+    assert np.isnan(found.kept_K).tolist() == [False, True, False]
+    assert np.isfinite(found.kept) and found.responsibility_K[1] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words, width, rank", [(11, 40, 10), (80, 70, 3), (80, 70, 70)]
+)
+def test_a_table_of_fewer_directions_than_columns_is_measured(words, width, rank):
+    random = np.random.default_rng(0)
+    table_VE = random.normal(size=(words, rank)) @ random.normal(size=(rank, width))
+    states_ND = random.normal(size=(50, width)).astype("float32")
+    labels_N = random.integers(0, words, 50)
+    capture = Capture.from_states(states_ND, table_VE, labels=labels_N)
+    found = gradient.of_capture(capture, Settings())
+    assert found.width == rank and max(found.by_rank) == rank
+    assert found.by_rank[rank] == pytest.approx(found.kept)
+
+
 def test_ranks_above_the_width_are_refused():
     with pytest.raises(ValueError, match=r"\[1, 5\], got \[2, 6\]"):
         gradient.measure(*make_inputs(), ranks=[2, 6])
@@ -169,6 +194,13 @@ def test_arrays_that_do_not_fit_are_refused():
     table[2, 3] = np.nan
     with pytest.raises(ValueError, match="table have 1 entries"):
         gradient.measure(prior, context, table, bias, labels)
+    prior, context, table, bias, labels = make_inputs()
+    bias[:2] = np.nan
+    with pytest.raises(ValueError, match="bias have 2 entries"):
+        gradient.measure(prior, context, table, bias, labels)
+    prior[4] = -np.inf
+    with pytest.raises(ValueError, match="log-weights have 3 entries"):
+        gradient.measure(prior, context, table, np.zeros(WORDS), labels)
 
 
 @pytest.mark.slow

@@ -161,11 +161,45 @@ def test_components_that_weigh_the_same_share_the_first_place():
     assert found.prior_entropy == pytest.approx(np.log(5))
 
 
+@pytest.mark.slow
+def test_components_of_a_sparse_mixture_are_told_apart():
+    random = np.random.default_rng(0)
+    head = softbottle.mos(4, active=2)
+    shapes = jax.eval_shape(lambda key: head.init(key, WIDTH, WIDTH), jax.random.key(0))
+    params = jax.tree.map(
+        lambda leaf: np.float32(2 * random.normal(size=leaf.shape)), shapes
+    )
+    hidden_TD = random.normal(size=(60, WIDTH)).astype(np.float32)
+    labels_T = random.integers(0, WORDS, 60)
+    output = params, random.normal(size=(WORDS, WIDTH)), np.zeros(WORDS)
+    readout = Readout(head, output, Options(vocab=WORDS))
+    tokens = [
+        Tokens(hidden_TD[:23], labels_T[:23]),
+        Tokens(hidden_TD[23:], labels_T[23:]),
+    ]
+    capture = Capture("m", *output[1:], readout=readout, tokens=tokens)
+    found = rank.measure(capture).mixing
+    log_prior_TK = np.asarray(softbottle.mos(4).log_prior(params, hidden_TD))
+    order_TK = np.argsort(-log_prior_TK, axis=1)
+    prior_TK = np.exp(log_prior_TK)
+    np.put_along_axis(prior_TK, order_TK[:, 2:], 0.0, axis=1)
+    prior_TK /= prior_TK.sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(found.usage_K, prior_TK.mean(axis=0), rtol=1e-5)
+    first_K = np.bincount(order_TK[:, 0], minlength=4) / 60
+    np.testing.assert_allclose(found.first_K, first_K, atol=1e-12)
+    assert (
+        found.responsibility_K.sum() == pytest.approx(1) and found.usage_K.min() > 0.1
+    )
+    assert found.prior_entropy < np.log(2)
+
+
 def test_weights_and_labels_must_be_finite_and_alike():
     with pytest.raises(ValueError, match=r"\(2, 3\) and labels \(2, 4\)"):
         mixture.mixing(np.zeros((2, 3)), np.zeros((2, 4)))
     with pytest.raises(ValueError, match="6 entries are not finite"):
         mixture.mixing(np.zeros((2, 3)), np.full((2, 3), np.nan))
+    with pytest.raises(ValueError, match="1 entries are not finite"):
+        mixture.mixing(np.array([[0.0, -np.inf], [-np.inf, -np.inf]]), np.zeros((2, 2)))
 
 
 def make_run(name, components):
