@@ -339,10 +339,7 @@ def _check_together(config):
             "data.subwords are learned from the text: set data.vocab_size, and not "
             "data.vocab_file."
         )
-    if data.subwords and config.head.name == "mixtape":
-        raise ValueError(
-            "mixtape wants the words sorted by frequency, and data.subwords are not."
-        )
+    _check_words(data, config.head.name)
     if data.variable and data.unit != "stream":
         raise ValueError(
             f"data.variable draws the length of a stream's batches, and data.unit is "
@@ -370,6 +367,31 @@ def _check_together(config):
     _check_schedule(config.optim)
 
 
+def _check_words(data, head):
+    """Raise ValueError for words that no text has, or that mixtape does not want."""
+    made = data.name in ("synthetic", "templates")
+    if made:
+        unread = ("path", "vocab_size", "vocab_file")
+        given = [name for name in unread if getattr(data, name) is not None]
+        if given:
+            named = ", ".join(f"data.{name}={getattr(data, name)!r}" for name in given)
+            raise ValueError(
+                f"data.name={data.name!r} is made, not read from files, and {named} "
+                "would not be followed: set data.name too, for example to 'text'."
+            )
+    if head != "mixtape":
+        return
+    if data.subwords:
+        raise ValueError(
+            "mixtape wants the words sorted by frequency, and data.subwords are not."
+        )
+    if not made and data.vocab_size is None and data.vocab_file is None:
+        raise ValueError(
+            "mixtape wants the words sorted by frequency, and without data.vocab_size "
+            "they are in the order of the text."
+        )
+
+
 def _check_schedule(optim):
     """Raise ValueError for a warm-up or a decay that cannot be."""
     warmup, decay = optim.warmup_steps, optim.decay_steps
@@ -377,6 +399,11 @@ def _check_schedule(optim):
         raise ValueError(
             f"optim.warmup_steps={warmup} and optim.decay_steps={decay} are of adamw's "
             "schedule; optim.name='sgd' has none, so they must be 0 and None."
+        )
+    if optim.end_factor and decay is None:
+        raise ValueError(
+            f"optim.end_factor={optim.end_factor} is of where the decay ends, and "
+            "there is none without optim.decay_steps."
         )
     if decay is not None and warmup >= decay:
         raise ValueError(

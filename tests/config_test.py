@@ -232,9 +232,32 @@ def test_subwords_are_learned_and_have_a_number(fields, expected):
 
 def test_mixtape_wants_words_by_frequency_and_subwords_are_not():
     config = changed("data.subwords", True)
+    config.data.name, config.data.path = "text", "book.txt"
     config.data.vocab_size, config.head.name = 300, "mixtape"
-    with pytest.raises(ValueError, match="sorted by frequency"):
+    with pytest.raises(ValueError, match="sorted by frequency, and data.subwords"):
         configs.validate(config)
+    config.data.subwords = False
+    configs.validate(config)
+    config.data.vocab_size = None
+    with pytest.raises(ValueError, match="without data.vocab_size they are in the"):
+        configs.validate(config)
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [("path", "book.txt"), ("vocab_size", 300), ("vocab_file", "words.txt")],
+)
+def test_a_text_that_nobody_would_read_is_refused(field, value):
+    config = changed(f"data.{field}", value)
+    with pytest.raises(
+        ValueError, match=f"'synthetic' is made.*data.{field}={value!r}"
+    ):
+        configs.validate(config)
+
+
+def test_a_last_rate_is_that_of_a_decay():
+    with pytest.raises(ValueError, match=r"optim.end_factor=0.5 .*decay_steps"):
+        configs.validate(changed("optim.end_factor", 0.5))
 
 
 def test_rows_are_a_multiple_of_the_accumulated_parts():

@@ -90,8 +90,10 @@ def main() -> None:
         used: set[Split] = {split, "train"} if DYNAMIC.value else {split}
         trained_on = state.load_corpus(WORKDIR.value, run, *used, path=PATH.value)
         ids = trained_on.splits[split]
-    if TOKENS.value:
+    if 0 < TOKENS.value < len(ids) - 1:
         ids = ids[: TOKENS.value + 1]
+        if run.config.data.unit != "stream":
+            ids = lines.whole(ids, run.vocab.eos)
     unk = run.vocab.unk
     unknown = 0.0 if unk is None else float((ids[1:] == unk).mean())
     results = {}

@@ -172,6 +172,8 @@ def _key(config, sums):
         "vocab_file": hashlib.sha256(words).hexdigest(),
         "lowercase": config.lowercase,
     }
+    if config.name == "text" and config.unit != "stream":
+        settings["lines"] = True  # which one text is cut at
     if config.subwords:
         # Else the key is that of caches that were written before there were subwords.
         settings["subwords"] = True

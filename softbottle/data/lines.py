@@ -189,6 +189,19 @@ def cut(
     return evaluation
 
 
+def whole(ids: np.ndarray, eos: int) -> np.ndarray:
+    """A text that was cut anywhere, without the line that it was cut in.
+
+    Raises:
+        ValueError: if there is no other.
+    """
+    ends = np.flatnonzero(ids == eos)
+    kept = ids[: ends[-1] + 1] if len(ends) else ids[:0]
+    if np.all(kept == eos):
+        raise ValueError(f"{len(ids)} tokens end before the first line does.")
+    return kept
+
+
 def split(ids: np.ndarray, eos: int, length: int, answers: bool) -> list[np.ndarray]:
     """The lines of a text, without their ends; empty ones are left out.
 

@@ -59,7 +59,7 @@ def of_corpus(config: config_lib.Data) -> dict[Split, Source]:
         raise ValueError(f"data.path must name {what}: --config.data.path=PATH.")
     folder = pathlib.Path(config.path).expanduser()
     if config.name == "text" and not _has_splits(folder):
-        return _cut_in_three(of_paths([config.path]))
+        return _cut_in_three(of_paths([config.path]), config.unit != "stream")
     if not folder.is_dir():
         raise FileNotFoundError(f"data.path is {config.path!r}, which is no folder.")
     if config.name == "lm1b":
@@ -109,32 +109,40 @@ def _as_it_is(path):
     return there[0]
 
 
-def _cut_in_three(source):
-    """One text as three: at the word after 90% and after 95% of its bytes."""
+def _cut_in_three(source, at_lines):
+    """One text as three: at the word, or line, after 90% and after 95% of its bytes."""
     total = sum(len(chunk.raw) for chunk in source.chunks())
-    bounds = [0, *(round(share * total) for share in _CUTS), total]
+    end = re.compile(rb"\n" if at_lines else rb"[ \n]")
+    cuts = _ends(source, [round(share * total) for share in _CUTS], end)
+    bounds = [0, *cuts, total]
     return {
         name: Source(source.files, functools.partial(_between, source, start, stop))
         for name, start, stop in zip(SPLITS, bounds, bounds[1:], strict=False)
     }
 
 
+def _ends(source, places, end):
+    """The first places of a text, in bytes, not before these, that follow an `end`."""
+    found, seen = [], 0
+    for chunk in source.chunks():
+        stop = seen + len(chunk.raw)
+        while len(found) < len(places) and places[len(found)] <= stop:
+            match = end.search(chunk.raw, max(0, places[len(found)] - 1 - seen))
+            if match is None:
+                break
+            found.append(seen + match.end())
+        seen = stop
+    return found + [seen] * (len(places) - len(found))
+
+
 def _between(source, start, stop):
-    """The chunks of a text from one byte to another, both moved to the next word."""
+    """The chunks of a text from one byte to another."""
     seen = 0
     for chunk in source.chunks():
-        first, last = (_next_word(chunk.raw, place - seen) for place in (start, stop))
+        first, last = (min(max(0, at - seen), len(chunk.raw)) for at in (start, stop))
         seen += len(chunk.raw)
         line = chunk.line + chunk.raw.count(b"\n", 0, first)
         yield chunk._replace(raw=chunk.raw[first:last], line=line)
-
-
-def _next_word(raw, place):
-    """The first place not before `place` that begins a chunk or follows white space."""
-    if place <= 0:
-        return 0
-    match = re.compile(rb"[ \n]").search(raw, place - 1)
-    return match.end() if match else len(raw)
 
 
 def _lm1b_sources(folder):

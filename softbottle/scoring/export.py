@@ -95,11 +95,11 @@ def read(folder: pathlib.Path | str, workdir: pathlib.Path | str) -> None:
     params = _params(folder, index, like)
     partial = workdir.with_name(f"{workdir.name}.partial-{uuid.uuid4().hex}")
     try:
+        state.write_run(partial, config, vocab, index.get("text"))
         best = checkpoint.Checkpoints(partial / "best", keep=1)
         best.save(index["step"], params, {"step": index["step"]})
         best.close()
-        state.write_run(partial, config, vocab, index.get("text"))
-        readme.write(partial, workdir)
+        readme.write(partial, workdir, resumes=False)
         partial.rename(workdir)
     finally:
         shutil.rmtree(partial, ignore_errors=True)

@@ -15,6 +15,7 @@ import json
 import math
 import os
 import pathlib
+import shutil
 import sys
 import time
 import warnings
@@ -72,7 +73,7 @@ class Writer:
         self._path = path
         # Unbuffered, so that nothing is left to be written when it is closed.
         self._file = path.open("ab", buffering=0)
-        self._events = _event_writer(workdir)
+        self._events = _event_writer(workdir, step)
 
     def write(self, step: int, **values: Any) -> None:
         """One line; numbers also go to TensorBoard.
@@ -367,12 +368,19 @@ def _line(raw):
 class _Events:
     """TensorBoard's own event writer, without TensorFlow."""
 
-    def __init__(self, workdir):
+    def __init__(self, workdir, step):
         from tensorboard.compat.proto import event_pb2, summary_pb2
         from tensorboard.summary.writer import event_file_writer
 
+        folder = workdir / "events"
+        if not step:
+            shutil.rmtree(folder, ignore_errors=True)
         self._event, self._summary = event_pb2.Event, summary_pb2.Summary
-        self._writer = event_file_writer.EventFileWriter(str(workdir / "events"))
+        self._writer = event_file_writer.EventFileWriter(str(folder))
+        if step:
+            # TensorBoard then leaves out what an earlier process wrote of later steps.
+            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+            self._writer.add_event(self._event(step=step + 1, session_log=start))
 
     def write(self, step, values):
         scalars = [
@@ -388,7 +396,7 @@ class _Events:
         self._writer.close()
 
 
-def _event_writer(workdir):
+def _event_writer(workdir, step):
     if importlib.util.find_spec("tensorboard") is None:
         return None
-    return _Events(workdir)
+    return _Events(workdir, step)

@@ -31,10 +31,11 @@ class Trace:
     ):
         self._folder, self._say = folder, say
         self._first, self._last = begun + WARM_UP, begun + WARM_UP + steps
-        self._tracing = False
+        self._tracing, self._at = False, begun
 
     def after(self, step: int, measured: Any) -> None:
         """Begin or end the trace if it is time, when all work up to now is done."""
+        self._at = step
         if step == self._first != self._last:
             jax.block_until_ready(measured)
             jax.profiler.start_trace(self._folder)
@@ -42,13 +43,18 @@ class Trace:
         elif step == self._last and self._tracing:
             jax.block_until_ready(measured)
             self.close()
-            self._say(self._sum_up())
 
     def close(self) -> None:
-        """End the trace, if it is under way."""
+        """End the trace, if it is under way, and say what there is of it."""
         if self._tracing:
             self._tracing = False
             jax.profiler.stop_trace()
+            self._say(self._sum_up())
+        elif self._at < self._first != self._last:
+            self._say(
+                f"nothing was traced: that begins at step {self._first}, {WARM_UP} "
+                f"after the start, and this ended at step {self._at}."
+            )
 
     def _sum_up(self):
         file = max(
@@ -61,7 +67,7 @@ class Trace:
             if shares
             else "no accelerator is in it"
         )
-        return f"traced {self._last - self._first} steps to {self._folder}: {summary}"
+        return f"traced {self._at - self._first} steps to {self._folder}: {summary}"
 
 
 def busy_shares(profile: jax.profiler.ProfileData) -> list[float]:

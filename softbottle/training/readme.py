@@ -29,8 +29,7 @@ In this folder, as far as the run has come and its settings ask for it:
 
 What to do next, from the folder in which the run was started:
 
-    softbottle train --config {config}
-        resumes it if it was interrupted; --config.train.steps=N trains to step N
+{train}
     softbottle evaluate --workdir {workdir} --split test
         its perplexity; --dynamic and --cache add other ways to score
     softbottle generate --workdir {workdir} --tokens 50
@@ -40,12 +39,24 @@ What to do next, from the folder in which the run was started:
     softbottle export --workdir {workdir} --folder {exported}
         its parameters in small files, for another machine
 """
+_RESUME = """\
+    softbottle train --config {config}
+        resumes it if it was interrupted; --config.train.steps=N trains to step N"""
+_TRAIN_ON = """\
+    softbottle train --config {config} --workdir {onward} \\
+        --config.train.init_from={workdir}
+        trains on from its parameters, in a folder of its own: it has no checkpoints"""
 
 
-def write(folder: pathlib.Path, workdir: pathlib.Path) -> None:
+def write(folder: pathlib.Path, workdir: pathlib.Path, resumes: bool = True) -> None:
     """Write README.txt to a folder that is, or is going to be, that of a run.
 
     One that is there already stays: it has the path of the run's first start.
+
+    Args:
+        folder: where it goes.
+        workdir: the run's folder, as the commands name it.
+        resumes: whether it has, or will have, checkpoints.
     """
     path = folder / "README.txt"
     if not path.exists():
@@ -54,6 +65,8 @@ def write(folder: pathlib.Path, workdir: pathlib.Path) -> None:
             "config": workdir / "config.json",
             "report": workdir / "report",
             "exported": workdir / "exported",
+            "onward": workdir.with_name(f"{workdir.name}-on"),
         }
         quoted = {name: shlex.quote(str(path)) for name, path in paths.items()}
-        files.replace(path, _TEXT.format(**quoted))
+        train = (_RESUME if resumes else _TRAIN_ON).format(**quoted)
+        files.replace(path, _TEXT.format(train=train, **quoted))

@@ -77,7 +77,7 @@ def prepare(
     mesh = sharding.make_mesh(config.mesh)
     data, train = config.data, config.train
     sharding.check_rows(mesh, data.rows, config.optim.accumulate)
-    corpus = corpus_lib.load(data)
+    corpus = corpus_lib.load(state_lib.with_own_words(workdir, data))
     model = model_lib.make(config, len(corpus.vocab), mesh)
     tx = optim.make(config.optim)
     step_lib.check_memory(config, model, tx, mesh)
@@ -88,7 +88,11 @@ def prepare(
         "process_index": jax.process_index(),
         "process_count": jax.process_count(),
     }
-    stream = lines.stream(data, corpus.vocab, corpus.train, config.seed, **share)
+    try:
+        stream = lines.stream(data, corpus.vocab, corpus.train, config.seed, **share)
+    except ValueError as error:
+        sizes = f"data.rows={data.rows} and data.length={data.length}"
+        raise ValueError(f"the train text does not go with {sizes}: {error}") from error
     # Last, so that a start that is refused leaves nothing for the next to agree with.
     if jax.process_index() == 0:
         text = corpus_lib.digest(corpus)

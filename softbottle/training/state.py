@@ -66,15 +66,28 @@ def write_run(
 
     Raises:
         ValueError: naming the fields on which this config and the stored one differ,
-            that the vocabulary is another, or the files of a text that has changed.
+            that the vocabulary is another, or the files of a text that has changed; if
+            the settings of a run are gone, or all that it could resume from.
     """
     workdir.mkdir(parents=True, exist_ok=True)
     digest = dict(text or {}) | {"vocab": vocab.digest}
     path = workdir / "config.json"
-    if path.exists() and _has_steps(workdir):
+    if _has_steps(workdir):
+        if not path.exists():
+            raise ValueError(
+                f"{workdir} holds trained parameters, and config.json, which says with "
+                "which settings, is gone: put it back, or use another --workdir."
+            )
         # Read as a config, so that a setting younger than the run has its default.
         _check_same(workdir, config, config_lib.to_dict(load_config(workdir)))
         _check_corpus(workdir, config, vocab, digest)
+        # The folder is there from a run's first step on, though it may be empty.
+        if not (workdir / "checkpoints").is_dir():
+            raise ValueError(
+                f"{workdir} holds a trained model and no checkpoints to resume from. "
+                "To train on from its parameters, use another --workdir with "
+                f"--config.train.init_from={workdir}."
+            )
     vocab.save(workdir / "vocab.txt")
     files.replace(workdir / "corpus.json", json.dumps(digest, indent=2))
     files.replace(path, json.dumps(config_lib.to_dict(config), indent=2))
@@ -137,6 +150,7 @@ def load_corpus(
         ValueError: if words or text are others, naming the files.
     """
     data = dataclasses.replace(run.config.data, path=path or run.config.data.path)
+    data = with_own_words(pathlib.Path(workdir), data)
     corpus = corpus_lib.load(data)
     digest, stored = corpus_lib.digest(corpus), text_digest(pathlib.Path(workdir))
     if digest["vocab"] != run.vocab.digest:
@@ -154,6 +168,16 @@ def load_corpus(
     return corpus
 
 
+def with_own_words(workdir: pathlib.Path, data: config_lib.Data) -> config_lib.Data:
+    """Where the file of `data.vocab_file` is gone, the words that the run has kept."""
+    kept = workdir / "vocab.txt"
+    if data.vocab_file is None or not kept.exists():
+        return data
+    if pathlib.Path(data.vocab_file).expanduser().exists():
+        return data
+    return dataclasses.replace(data, vocab_file=str(kept))
+
+
 def check_same_model(run: Run, config: config_lib.Config, vocab: Vocab) -> None:
     """Raise unless a run's parameters mean the same under another config.
 
@@ -165,7 +189,9 @@ def check_same_model(run: Run, config: config_lib.Config, vocab: Vocab) -> None:
             f"the run to start from knows {len(run.vocab):,} words that are not the "
             f"{len(vocab):,} of this corpus."
         )
-    how = ("model.compute_dtype", "model.remat", "model.scan_layers", "head.budget_mib")
+    # How it computes, and the settings of a start that is not taken.
+    free = ("compute_dtype", "remat", "scan_layers", "bias_start", "table_range")
+    how = (*(f"model.{name}" for name in free), "head.budget_mib")
     different = [
         line
         for line in config_lib.differences(config, config_lib.to_dict(run.config))
@@ -231,6 +257,12 @@ def _check_corpus(workdir, config, vocab, digest):
         warnings.warn(
             f"{workdir / 'vocab.txt'} was damaged; it is written anew.", stacklevel=4
         )
+    if not stored:
+        warnings.warn(
+            f"{workdir} has no corpus.json: whether the text is that of the run was "
+            "not checked. It is written anew.",
+            stacklevel=4,
+        )
     changed = [
         name for name in digest if stored.get(name, digest[name]) != digest[name]
     ]
@@ -246,7 +278,8 @@ def _check_corpus(workdir, config, vocab, digest):
 
 def _check_same(workdir, config, stored):
     """How long a run is and what it prints may change; what it computes may not."""
-    free = ("train.", "mesh.", "data.path", "data.cache")
+    # The words themselves are compared, wherever their file lies.
+    free = ("train.", "mesh.", "data.path", "data.cache", "data.vocab_file")
     other_start = _names(config.train.init_from) != _names(stored["train"]["init_from"])
     different = [
         line

@@ -273,10 +273,12 @@ def test_a_missing_folder_is_refused(settings):
 
 @pytest.mark.parametrize("size", [4, 1 << 24])
 @pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("unit, atol", [("stream", 1.5), ("lines", 10.5)])
 def test_any_text_is_cut_into_train_valid_and_test(
-    settings, tmp_path, monkeypatch, size, parts
+    settings, tmp_path, monkeypatch, size, parts, unit, atol
 ):
     monkeypatch.setattr(sources, "CHUNK_BYTES", size)
+    settings.unit = unit
     words = [f"{number:03}" for number in range(399)]
     text = " ".join(words).replace("9 ", "9\n")
     folder = tmp_path / "books"
@@ -295,7 +297,9 @@ def test_any_text_is_cut_into_train_valid_and_test(
     ]
     assert sum(splits, []) == read
     kept = [sum(word != "<eos>" for word in split) for split in splits]
-    assert np.allclose(np.cumsum(kept), [0.9 * 399, 0.95 * 399, 399], atol=1.5)
+    assert np.allclose(np.cumsum(kept), [0.9 * 399, 0.95 * 399, 399], atol=atol)
+    if unit == "lines":
+        assert all(split[-1] == "<eos>" for split in splits)
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,15 @@ def test_a_line_that_does_not_fit_and_a_text_without_any_are_refused():
         lines.split(np.zeros(3, np.int32), EOS, 4, True)
 
 
+def test_a_text_that_was_cut_anywhere_ends_with_its_last_whole_line():
+    text = np.array([5, 6, EOS, 7, EOS, 8, 9])
+    np.testing.assert_array_equal(lines.whole(text, EOS), text[:5])
+    np.testing.assert_array_equal(lines.whole(text[:5], EOS), text[:5])
+    for without in (text[:2], text[2:3]):
+        with pytest.raises(ValueError, match="end before the first line does"):
+            lines.whole(without, EOS)
+
+
 def packed_lines(batch):
     """Every segment of a batch as (words read, words predicted)."""
     found = []

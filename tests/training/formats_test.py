@@ -52,7 +52,8 @@ def test_a_run_goes_on_as_it_would_have(written, monkeypatch):
     config.data.path = str(written / "text")
     config.data.cache = str(written / "cache")
     config.train.steps = 60
-    summary = train.run(config, written / "run")
+    with pytest.warns(UserWarning, match=r"no corpus\.json"):
+        summary = train.run(config, written / "run")
     expected = pytest.approx(EXPECTED["resumed_test_perplexity"], **CLOSE)
     assert summary["test_perplexity"] == expected
     lines = [line for line in metrics.read(written / "run") if line["step"] > 40]

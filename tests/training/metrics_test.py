@@ -190,11 +190,18 @@ def test_a_folder_without_metrics_has_no_lines(tmp_path):
 def test_event_files_hold_the_numbers(tmp_path):
     from tensorboard.backend.event_processing import event_accumulator
 
-    write(tmp_path, 1, 2)
-    events = event_accumulator.EventAccumulator(str(tmp_path / "events"))
-    events.Reload()
-    found = [(event.step, event.value) for event in events.Scalars("loss")]
-    assert found == [(1, 0.5), (2, 1.0)]
+    def found():
+        events = event_accumulator.EventAccumulator(str(tmp_path / "events"))
+        events.Reload()
+        return [(event.step, event.value) for event in events.Scalars("loss")]
+
+    write(tmp_path, 1, 2, 3)
+    assert found() == [(1, 0.5), (2, 1.0), (3, 1.5)]
+    # What a killed process wrote beyond its last checkpoint is not shown twice.
+    write(tmp_path, 2, resume_from=1)
+    assert found() == [(1, 0.5), (2, 1.0)]
+    write(tmp_path, 1)
+    assert found() == [(1, 0.5)]
 
 
 def test_metrics_are_read_when_the_device_has_them(make_report, tmp_path):

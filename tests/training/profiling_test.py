@@ -68,11 +68,18 @@ def test_the_steps_asked_for_are_traced_once_and_told(tmp_path):
 
 def test_nothing_is_traced_unless_asked_and_a_run_may_end_within(tmp_path):
     none = profiling.Trace(tmp_path / "none", 0, 0, pytest.fail)
-    cut = profiling.Trace(tmp_path / "cut", 0, 9, pytest.fail)
+    said = []
+    cut = profiling.Trace(tmp_path / "cut", 0, 9, said.append)
     for step in range(1, profiling.WARM_UP + 3):
         none.after(step, jnp.ones(()))
         cut.after(step, jnp.ones(()))
     cut.close()
+    none.close()
+    assert "traced 2 steps" in said[0]
+    late = profiling.Trace(tmp_path / "late", 5, 9, said.append)
+    late.after(6, jnp.ones(()))
+    late.close()
+    assert "begins at step 25, 20 after the start, and this ended at step 6" in said[1]
     assert not (tmp_path / "none").exists()
     # The profiler is free again.
     with jax.profiler.trace(tmp_path / "again"):

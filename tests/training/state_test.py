@@ -47,7 +47,7 @@ def test_a_run_is_loaded_with_its_config_words_and_best_parameters(trained, kind
 
 def test_a_run_of_subwords_is_loaded_with_them(tmp_path):
     vocab = Vocab(("<eos>", "Ġa", "b", "Ġ", "a"), subwords=True)
-    fields = {"data__subwords": True, "data__vocab_size": 300}
+    fields = {"data__subwords": True, "data__vocab_size": 300, "data__name": "text"}
     run = tiny.make_run(tiny.make_config(**fields), vocab)
     tiny.write_run(tmp_path, run)
     loaded = state.load_run(tmp_path).vocab
@@ -172,9 +172,42 @@ def test_a_run_of_a_version_without_hashes_takes_those_of_its_text(tmp_path):
     write(tmp_path)
     seal(tmp_path)
     (tmp_path / "corpus.json").unlink()
-    state.write_run(tmp_path, tiny.make_config(), VOCAB, TEXT)
+    with pytest.warns(UserWarning, match=r"no corpus\.json: .* not checked"):
+        state.write_run(tmp_path, tiny.make_config(), VOCAB, TEXT)
     stored = json.loads((tmp_path / "corpus.json").read_text())
     assert stored == TEXT | {"vocab": VOCAB.digest}
+
+
+def test_trained_parameters_without_their_settings_are_left_alone(tmp_path):
+    write(tmp_path)
+    seal(tmp_path)
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(ValueError, match="config.json, which says .* is gone"):
+        write(tmp_path)
+    assert not (tmp_path / "config.json").exists()
+
+
+def test_a_model_without_checkpoints_is_not_trained_over(tmp_path):
+    write(tmp_path)
+    seal(tmp_path, "best")
+    with pytest.raises(ValueError, match="no checkpoints to resume from.*init_from="):
+        write(tmp_path)
+    # A start that came to its first validation and to no checkpoint begins anew.
+    (tmp_path / "checkpoints").mkdir()
+    write(tmp_path)
+
+
+def test_words_whose_file_is_gone_are_those_that_the_run_has_kept(tmp_path):
+    words = tmp_path / "words.txt"
+    VOCAB.save(words)
+    run = make_text_run(tmp_path, test="b d\n")
+    run.config.data.vocab_file = str(words)
+    run = run._replace(vocab=VOCAB)
+    text = corpus.digest(corpus.load(run.config.data))
+    state.write_run(tmp_path / "run", run.config, VOCAB, text)
+    words.unlink()
+    found = state.load_corpus(tmp_path / "run", run, "test")
+    assert found.vocab == VOCAB and corpus.digest(found) == text
 
 
 def make_text_run(folder, test):
