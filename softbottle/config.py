@@ -365,6 +365,26 @@ def _check_together(config):
             f"optim.accumulate={config.optim.accumulate}."
         )
     _check_schedule(config.optim)
+    _check_backbone(config)
+
+
+def _check_backbone(config):
+    """Raise ValueError for settings of another backbone, or head, than the config's."""
+    backbone, head = config.model.backbone, config.head.name
+    readers = {
+        "model.remat": (backbone, ("transformer",)),
+        "model.scan_layers": (backbone, ("transformer",)),
+        "regularise.recurrent": (backbone, ("awd_lstm",)),
+        "regularise.input": (backbone, ("awd_lstm", "transformer")),
+        "regularise.hidden": (backbone, ("awd_lstm", "transformer")),
+        "optim.slope_learning_rate": (head, ("plif",)),
+    }
+    for name, (ours, those) in readers.items():
+        value = functools.reduce(getattr, name.split("."), config)
+        if value and ours not in those:
+            raise ValueError(
+                f"{name}={value} is of {' and '.join(those)}; {ours} does not read it."
+            )
 
 
 def _check_words(data, head):

@@ -255,6 +255,25 @@ def test_a_text_that_nobody_would_read_is_refused(field, value):
         configs.validate(config)
 
 
+@pytest.mark.parametrize(
+    "name, value, backbone",
+    [
+        ("model.remat", True, "awd_lstm"),
+        ("model.scan_layers", True, "window"),
+        ("regularise.recurrent", 0.5, "transformer"),
+        ("regularise.hidden", 0.2, "window"),
+        ("optim.slope_learning_rate", 0.1, "awd_lstm"),
+    ],
+)
+def test_a_setting_that_another_backbone_or_head_reads_is_refused(
+    name, value, backbone
+):
+    config = changed(name, value)
+    config.model.backbone = backbone
+    with pytest.raises(ValueError, match=f"{name}={value} is of .* not read it"):
+        configs.validate(config)
+
+
 def test_a_last_rate_is_that_of_a_decay():
     with pytest.raises(ValueError, match=r"optim.end_factor=0.5 .*decay_steps"):
         configs.validate(changed("optim.end_factor", 0.5))

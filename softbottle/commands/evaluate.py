@@ -35,6 +35,9 @@ TOKENS = flags.DEFINE_integer(
 ROWS = flags.DEFINE_integer(
     "rows", 0, "Rows read side by side; 0: the config's.", lower_bound=0
 )
+LENGTH = flags.DEFINE_integer(
+    "length", 0, "Positions read at a time; 0: the config's.", lower_bound=0
+)
 DTYPE = flags.DEFINE_enum(
     "compute_dtype", "float32", ["float32", "bfloat16"], "Of the model's GEMMs."
 )
@@ -161,9 +164,10 @@ def _with_active(run):
 def _ways(run, text, ids):
     data = run.config.data
     rows = ROWS.value or (data.test_rows if SPLIT.value == "test" else data.eval_rows)
+    length = LENGTH.value or data.eval_length
     cut = lines.cut(data, run.vocab)
     static = evaluate.make_evaluator(run.model, cut=cut)
-    ways = {"static": lambda: static(run.params, ids, rows, data.eval_length)}
+    ways = {"static": lambda: static(run.params, ids, rows, length)}
     if DYNAMIC.value:
         settings = _dynamic_settings(run, text)
         ways["dynamic"] = lambda: dynamic.evaluate(
@@ -172,18 +176,18 @@ def _ways(run, text, ids):
     if CACHE.value:
         pointer = evaluate.Pointer(WINDOW.value, THETA.value, SHARE.value)
         ways["cache"] = lambda: evaluate.evaluate_with_cache(
-            run.model, run.params, ids, data.eval_length, pointer
+            run.model, run.params, ids, length, pointer
         )
     if JOINT.value and cut is not None:
         # A line's cache is the line's own history.
         joint = evaluate.make_evaluator(run.model, cached=True, cut=cut)
-        ways["joint"] = lambda: joint(run.params, ids, rows, data.eval_length)
+        ways["joint"] = lambda: joint(run.params, ids, rows, length)
     elif JOINT.value:
         ways["joint"] = lambda: evaluate.evaluate_with_cache(
             run.model,
             run.params,
             ids,
-            data.eval_length,
+            length,
             evaluate.Joint(WINDOW.value),
         )
     return ways

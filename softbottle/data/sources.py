@@ -20,6 +20,7 @@ import gzip
 import lzma
 import pathlib
 import re
+import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -168,11 +169,14 @@ def _shards(folder):
     """The shards of a folder in the order of their names."""
     if not folder.is_dir():
         raise FileNotFoundError(f"LM1B needs the folder {folder}, or a TFDS data set.")
-    shards = sorted(
-        path
-        for path in folder.iterdir()
-        if path.is_file() and not path.name.startswith(".")
-    )
+    seen = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+    shards = [path for path in seen if path.is_file()]
+    inner = ", ".join(path.name for path in seen if path.is_dir())
+    if inner:
+        warnings.warn(
+            f"{folder} has folders in it, and their files are not read: {inner}.",
+            stacklevel=2,
+        )
     if not shards:
         raise FileNotFoundError(f"{folder} has no shards in it.")
     stems = [re.sub(r"\.(gz|xz)$", "", path.name) for path in shards]

@@ -262,6 +262,16 @@ def test_a_folder_of_something_else_is_refused(settings, name):
         corpus.load(settings)
 
 
+def test_folders_in_a_folder_of_text_are_told(settings, tmp_path):
+    folder = tmp_path / "books"
+    (folder / "more").mkdir(parents=True)
+    (folder / "a.txt").write_text("a b c d e\n" * 20)
+    settings.path = str(folder)
+    with pytest.warns(UserWarning, match="books has folders in it.*not read: more"):
+        made = corpus.load(settings)
+    assert sum(map(len, made[:3])) == 120
+
+
 def test_a_missing_folder_is_refused(settings):
     settings.path += "-not"
     with pytest.raises(FileNotFoundError, match="text-not"):

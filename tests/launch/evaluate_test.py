@@ -135,6 +135,13 @@ def test_what_reads_one_stream_is_refused_where_lines_are_read_apart(tmp_path):
         way: commands.start("evaluate.py", "--workdir", tmp_path, f"--{way}")
         for way in ("dynamic", "cache")
     }
+    # A line longer than the config's 17 positions is read by one's own.
+    (tmp_path / "long.txt").write_text("w1 w2 w3 " * 7)
+    long = ("--text", tmp_path / "long.txt", "--length", 24)
+    lines = commands.start("evaluate.py", "--workdir", tmp_path, *long)
+    code, written, errors = commands.finish(lines)
+    assert code == 0, errors[-2000:]
+    assert json.loads(written.splitlines()[-1])["static"]["tokens"] == 22
     for way, program in started.items():
         code, _, errors = commands.finish(program)
         assert code == 2
