@@ -31,8 +31,8 @@ def make_config(backbone, layers):
         model__hidden_dim=12,
         model__layers=layers,
         model__attention_heads=2,
-        model__scan_layers=True,
         model__gain=GAIN,
+        model__scan_layers=backbone == "transformer",
     )
 
 
