@@ -51,6 +51,18 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 LONGEST = ("distributed", "sharding", "loop", "contract", "recipe", "model", "modules")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers():
+    """Three workers for two cores: many tests wait for processes that they start."""
+    if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ:
+        return None  # xdist's own way to say it
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
+    return max(1, cores * 3 // 2)
+
+
 def pytest_collection_modifyitems(items):
     gc.freeze()  # what was imported stays: no collection need look at it again
     gc.set_threshold(20_000, 20, 50)  # tracing makes many objects and few cycles

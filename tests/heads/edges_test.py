@@ -415,7 +415,7 @@ def test_a_label_that_is_ruled_out_has_no_probability():
     bias_V = jnp.asarray(point.bias_V).at[0].set(-jnp.inf)
     labels_T = jnp.array([0, 1, 2])
     output = (point.params, point.table_VE, bias_V)
-    nll_T = CASES["mos"].head.nll(*output, point.hidden_TD, labels_T)
+    nll_T = jax.jit(CASES["mos"].head.nll)(*output, point.hidden_TD, labels_T)
     assert np.isposinf(nll_T[0]) and np.isfinite(nll_T[1:]).all()
 
 
