@@ -158,6 +158,21 @@ def change(folder, **changes):
     path.write_text(json.dumps(index))
 
 
+def test_a_run_of_files_is_trained_on_without_the_softmaxes_beside_it(
+    exported, tmp_path
+):
+    # With `train.init_from`, as the README of the run says, they would be refused.
+    index = json.loads((exported[0] / "index.json").read_text())
+    beside = {"equal_softmax": True, "same_width_softmax": True}
+    index["config"]["train"] |= beside
+    change(exported[0], config=index["config"])
+    export.read(exported[0], tmp_path / "moved")
+    train = state.load_config(tmp_path / "moved").train
+    assert not any(getattr(train, name) for name in beside)
+    command = f"--config.train.init_from={tmp_path / 'moved'}"
+    assert command in (tmp_path / "moved" / "README.txt").read_text()
+
+
 @pytest.mark.parametrize(
     "name",
     [
