@@ -232,8 +232,13 @@ class Config(Section):
     seed: int = within(0, 0)  # of parameters, dropout and the order of the text
 
 
-def validate(config: Config) -> Config:
+def validate(config: Config, trained: bool = False) -> Config:
     """Check every setting, alone and against the others.
+
+    Args:
+        config: to be checked.
+        trained: whether it is that of a trained model, which is no less for a setting
+            that nothing read; earlier versions let these pass.
 
     Returns:
         A frozen copy; the config itself stays as it is.
@@ -243,6 +248,8 @@ def validate(config: Config) -> Config:
     """
     sections.check(config)
     _check_together(config)
+    if not trained:
+        _check_read(config)
     return sections.frozen(config)
 
 
@@ -339,7 +346,10 @@ def _check_together(config):
             "data.subwords are learned from the text: set data.vocab_size, and not "
             "data.vocab_file."
         )
-    _check_words(data, config.head.name)
+    if data.subwords and config.head.name == "mixtape":
+        raise ValueError(
+            "mixtape wants the words sorted by frequency, and data.subwords are not."
+        )
     if data.variable and data.unit != "stream":
         raise ValueError(
             f"data.variable draws the length of a stream's batches, and data.unit is "
@@ -365,11 +375,31 @@ def _check_together(config):
             f"optim.accumulate={config.optim.accumulate}."
         )
     _check_schedule(config.optim)
-    _check_backbone(config)
 
 
-def _check_backbone(config):
-    """Raise ValueError for settings of another backbone, or head, than the config's."""
+def _check_read(config):
+    """Raise ValueError for settings that nothing would read, or not as they are."""
+    data, optim = config.data, config.optim
+    made = data.name in ("synthetic", "templates")
+    unread = ("path", "vocab_size", "vocab_file")
+    given = [name for name in unread if getattr(data, name) is not None]
+    if made and given:
+        named = ", ".join(f"data.{name}={getattr(data, name)!r}" for name in given)
+        raise ValueError(
+            f"data.name={data.name!r} is made, not read from files, and {named} "
+            "would not be followed: set data.name too, for example to 'text'."
+        )
+    sized = data.vocab_size is not None or data.vocab_file is not None
+    if config.head.name == "mixtape" and not made and not sized:
+        raise ValueError(
+            "mixtape wants the words sorted by frequency, and without data.vocab_size "
+            "they are in the order of the text."
+        )
+    if optim.end_factor and optim.decay_steps is None:
+        raise ValueError(
+            f"optim.end_factor={optim.end_factor} is of where the decay ends, and "
+            "there is none without optim.decay_steps."
+        )
     backbone, head = config.model.backbone, config.head.name
     readers = {
         "model.remat": (backbone, ("transformer",)),
@@ -387,31 +417,6 @@ def _check_backbone(config):
             )
 
 
-def _check_words(data, head):
-    """Raise ValueError for words that no text has, or that mixtape does not want."""
-    made = data.name in ("synthetic", "templates")
-    if made:
-        unread = ("path", "vocab_size", "vocab_file")
-        given = [name for name in unread if getattr(data, name) is not None]
-        if given:
-            named = ", ".join(f"data.{name}={getattr(data, name)!r}" for name in given)
-            raise ValueError(
-                f"data.name={data.name!r} is made, not read from files, and {named} "
-                "would not be followed: set data.name too, for example to 'text'."
-            )
-    if head != "mixtape":
-        return
-    if data.subwords:
-        raise ValueError(
-            "mixtape wants the words sorted by frequency, and data.subwords are not."
-        )
-    if not made and data.vocab_size is None and data.vocab_file is None:
-        raise ValueError(
-            "mixtape wants the words sorted by frequency, and without data.vocab_size "
-            "they are in the order of the text."
-        )
-
-
 def _check_schedule(optim):
     """Raise ValueError for a warm-up or a decay that cannot be."""
     warmup, decay = optim.warmup_steps, optim.decay_steps
@@ -419,11 +424,6 @@ def _check_schedule(optim):
         raise ValueError(
             f"optim.warmup_steps={warmup} and optim.decay_steps={decay} are of adamw's "
             "schedule; optim.name='sgd' has none, so they must be 0 and None."
-        )
-    if optim.end_factor and decay is None:
-        raise ValueError(
-            f"optim.end_factor={optim.end_factor} is of where the decay ends, and "
-            "there is none without optim.decay_steps."
         )
     if decay is not None and warmup >= decay:
         raise ValueError(

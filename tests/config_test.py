@@ -272,6 +272,8 @@ def test_a_setting_that_another_backbone_or_head_reads_is_refused(
     config.model.backbone = backbone
     with pytest.raises(ValueError, match=f"{name}={value} is of .* not read it"):
         configs.validate(config)
+    # A model that was trained so is one all the same.
+    configs.validate(config, trained=True)
 
 
 def test_a_last_rate_is_that_of_a_decay():

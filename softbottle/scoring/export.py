@@ -144,7 +144,7 @@ def _config(folder, index):
         config = config_lib.from_dict(index["config"])
         # The softmaxes that were trained beside the run are not among the files.
         config.train.equal_softmax = config.train.same_width_softmax = False
-        return config_lib.validate(config)
+        return config_lib.validate(config, trained=True)
     except (ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"the config in {folder / _INDEX}: {error}") from error
 

@@ -124,7 +124,7 @@ def load_run(
     workdir = pathlib.Path(workdir)
     config = load_config(workdir)
     config.model.compute_dtype = compute_dtype or config.model.compute_dtype
-    config = config_lib.validate(config)
+    config = config_lib.validate(config, trained=True)
     vocab = _stored_vocab(workdir, config.data)
     functions = model.make(config, len(vocab), mesh)
     like = jax.eval_shape(functions.init, jax.random.key(0))
@@ -169,9 +169,9 @@ def load_corpus(
 
 
 def with_own_words(workdir: pathlib.Path, data: config_lib.Data) -> config_lib.Data:
-    """Where the file of `data.vocab_file` is gone, the words that the run has kept."""
+    """Where the file of `data.vocab_file` is gone, the words of a trained model."""
     kept = workdir / "vocab.txt"
-    if data.vocab_file is None or not kept.exists():
+    if data.vocab_file is None or not kept.exists() or not _has_steps(workdir):
         return data
     if pathlib.Path(data.vocab_file).expanduser().exists():
         return data

@@ -206,6 +206,10 @@ def test_words_whose_file_is_gone_are_those_that_the_run_has_kept(tmp_path):
     text = corpus.digest(corpus.load(run.config.data))
     state.write_run(tmp_path / "run", run.config, VOCAB, text)
     words.unlink()
+    # A start that trained nothing has not used its words.
+    with pytest.raises(FileNotFoundError, match="words.txt"):
+        state.load_corpus(tmp_path / "run", run, "test")
+    seal(tmp_path / "run")
     found = state.load_corpus(tmp_path / "run", run, "test")
     assert found.vocab == VOCAB and corpus.digest(found) == text
 
