@@ -1,6 +1,7 @@
 """Heads under jit, vmap over models, remat and shard_map."""
 
 import functools
+import logging
 
 import chex
 import jax
@@ -56,6 +57,17 @@ SPLIT = [
     ("moss", "log_probs_of", (2, 4)),
     ("partition", "log_probs_of", (4, 2)),
 ]
+
+
+@pytest.mark.parametrize("what", ["loss", "nll"])
+def test_a_gradient_outside_jit_is_a_program_forward_and_one_backward(what, caplog):
+    # Operation by operation it was over a hundred, seconds of compilation.
+    inputs = oracle.cast(make_problem("mos"), jnp.float32)
+    weighed = functools.partial(total, CASES["mos"].head, what, options=Options())
+    with jax.log_compiles(), caplog.at_level(logging.WARNING, logger="jax"):
+        jax.grad(lambda params: weighed((params, *inputs[1:])))(inputs.params)
+    compiled = [message for message in caplog.messages if "XLA compil" in message]
+    assert 1 <= len(compiled) <= 10, compiled
 
 
 @pytest.mark.parametrize("split", ["table_VE", "hidden_TD"])
