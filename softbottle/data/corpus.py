@@ -4,10 +4,12 @@ A corpus is encoded once and kept, memory-mapped, under `data.cache`, in a folde
 name is a hash of the text and of the settings that shape its ids. The folder is made
 under another name and renamed when it is complete, so that a crash leaves nothing that
 looks like a cache; processes that encode the same text at the same time all succeed
-and the first one's work is kept. sources.py says where the text is read from;
+and the first one's work is kept. What a killed one has written goes when a text is
+encoded a day later. sources.py says where the text is read from;
 encoded.py says what is in a cache and how it is checked.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -29,6 +31,10 @@ from softbottle.data import vocab as vocab_lib
 from softbottle.data.vocab import Corpus, Vocab
 
 SPLITS = encoded.SPLITS
+
+_PARTIAL = "partial-"
+# Nobody who still encodes has written nothing for so long.
+_ABANDONED_SECONDS = 24 * 3600
 
 # Bumped when the same text and settings give other ids, or other files.
 _FORMAT = 2
@@ -182,7 +188,8 @@ def _key(config, sums):
 
 def _encode(config, texts, folder):
     """Make a cache folder, all or nothing."""
-    partial = folder.parent / f"partial-{uuid.uuid4().hex}"
+    _remove_abandoned(folder.parent)
+    partial = folder.parent / f"{_PARTIAL}{uuid.uuid4().hex}"
     partial.mkdir(parents=True)
     try:
         started = time.monotonic()
@@ -205,6 +212,16 @@ def _encode(config, texts, folder):
                 raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _remove_abandoned(cache):
+    """Remove what killed processes have left of their encodings."""
+    for folder in cache.glob(f"{_PARTIAL}*"):
+        # Another process may remove it meanwhile.
+        with contextlib.suppress(FileNotFoundError):
+            written = [path.stat().st_mtime for path in (folder, *folder.iterdir())]
+            if time.time() - max(written) > _ABANDONED_SECONDS:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _write_ids(config, texts, folder):

@@ -7,6 +7,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -179,6 +180,14 @@ corpus.load(data)
     (left,) = cached(settings)
     assert left.startswith("partial-")
     assert words_of(corpus.load(settings))["test"] == ["A", "Cat", "<eos>"]
+    # Another process might still write there; a day later nobody does.
+    assert left in cached(settings)
+    folder = pathlib.Path(settings.cache) / left
+    for path in (*folder.iterdir(), folder):
+        os.utime(path, (time.time() - 2 * 24 * 3600,) * 2)
+    settings.lowercase = not settings.lowercase
+    corpus.load(settings)
+    assert left not in cached(settings)
 
 
 def test_the_first_of_two_encodings_is_kept(settings):
