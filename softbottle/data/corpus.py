@@ -5,8 +5,8 @@ name is a hash of the text and of the settings that shape its ids. The folder is
 under another name and renamed when it is complete, so that a crash leaves nothing that
 looks like a cache; processes that encode the same text at the same time all succeed
 and the first one's work is kept. What a killed one has written goes when a text is
-encoded a day later. sources.py says where the text is read from;
-encoded.py says what is in a cache and how it is checked.
+encoded a day later. sources.py says where the text is read from; encoded.py says what
+is in a cache and how it is checked.
 """
 
 import contextlib

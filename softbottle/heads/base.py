@@ -13,24 +13,22 @@ input, may be split over devices and is where the memory goes.
 import abc
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
-from softbottle.heads import checks, objective
+from softbottle.heads import checks, compiled, objective
 from softbottle.heads.predictions import OfMixture, Predictions, States
 from softbottle.heads.start import log_frequencies
 from softbottle.ops.mixture import shards
 from softbottle.ops.mixture.activations import SOFTMAX, Activation
 from softbottle.ops.mixture.arrays import (
     Mixture,
-    Targets,
     Vocabulary,
-    without_padding,
 )
-from softbottle.ops.mixture.likelihood import times, word_ids
+from softbottle.ops.mixture.likelihood import word_ids
 from softbottle.ops.mixture.options import DEFAULTS, Options, check_range
 from softbottle.ops.mixture.sampling import Sampling
 
@@ -440,7 +438,7 @@ class Head(abc.ABC):
         how = (self, terms, options.resolve(), tuple(names))
         tokens = (hidden_TD, word_ids(labels_T=labels_T), kept_T)
         output = (params, table_VE, bias_V)
-        return _as_one_program(_measured, how, output, tokens, latent_mask)
+        return compiled.measure(*how, output, tokens, latent_mask)
 
     def log_probs_of(
         self,
@@ -694,7 +692,7 @@ class Head(abc.ABC):
             weights_T = weights_T * _kept(labels_T, ignore_label, weights_T.dtype)
         how = (self, terms, options.resolve(), reduction, argmax)
         tokens = (hidden_TD, word_ids(labels_T=labels_T), weights_T)
-        return _as_one_program(_summed, how, output, tokens, latent_mask, key)
+        return compiled.loss(*how, output, tokens, latent_mask, key)
 
     def predict(
         self,
@@ -726,63 +724,6 @@ class Head(abc.ABC):
         return self.predictions(
             params, Vocabulary.of(table_VE, bias_V), states, options
         )
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _as_one_program(function: Callable, how: tuple, *arrays: Any) -> Any:
-    """`function(*how, *arrays)`, compiled as a whole; inside `jit` a part of that.
-
-    Called by itself it would else be a hundred small programs, each compiled when a
-    new user first takes a gradient.
-    """
-    return function(*how, *arrays)
-
-
-def _summed(head, terms, options, reduction, argmax, output, tokens, latent_mask, key):
-    """The loss of checked arrays, and the most probable words if they are asked for."""
-    hidden_TD, labels_T, weights_T = tokens
-    # A padding token's state may be anything; masked here, it cannot reach the head's
-    # own parameters either.
-    hidden_TD, weights_T = without_padding(weights_T, (hidden_TD, weights_T))
-    predictions = head.predict(output, hidden_TD, latent_mask, options, key)
-    # A label of no weight may be no word.
-    labels_T = without_padding(weights_T, labels_T)
-    argmax_T = None
-    if reduction == "none":
-        wanted = (labels_T, terms, ("nll",), options)
-        nll_T = objective.measure(predictions, *wanted)["nll"]
-        loss = times(weights_T.astype(nll_T.dtype), nll_T)
-    else:
-        wanted = (Targets(labels_T, weights_T), terms, options, argmax)
-        total, argmax_T = objective.loss(predictions, *wanted)
-        loss = objective.reduced(total, weights_T, reduction)
-    if argmax and argmax_T is None:
-        argmax_T = _argmax(head, output, hidden_TD, latent_mask, options, key)
-    return loss, argmax_T
-
-
-def _measured(head, terms, options, names, output, tokens, latent_mask):
-    """What is measured of checked arrays; 0 of tokens that are not kept."""
-    hidden_TD, labels_T, kept_T = tokens
-    if kept_T is not None:
-        hidden_TD, labels_T = without_padding(kept_T, (hidden_TD, labels_T))
-    predictions = head.predict(output, hidden_TD, latent_mask, options)
-    found = {}
-    if {"argmax", "accuracy"} & set(names):
-        argmax_T = _argmax(head, output, hidden_TD, latent_mask, options)
-        accuracy_T = (argmax_T == labels_T).astype(jnp.float32)
-        best = {"argmax": argmax_T, "accuracy": accuracy_T}
-        found = {name: best[name] for name in best if name in names}
-    others = [name for name in names if name not in found]
-    if others:
-        found |= objective.measure(predictions, labels_T, terms, others, options)
-    return found if kept_T is None else without_padding(kept_T, found)
-
-
-def _argmax(head, output, hidden_TD, latent_mask, options, key=None):
-    """The most probable words, in a pass of their own without gradients."""
-    frozen = jax.lax.stop_gradient((output, hidden_TD, latent_mask))
-    return head.predict(*frozen, options, key).argmax()
 
 
 @functools.lru_cache
