@@ -77,6 +77,7 @@ def run(
     workdir: pathlib.Path | str,
     rivals: Sequence[str],
     seeds: int,
+    rates: Sequence[float] = RATES,
 ) -> list[Row]:
     """Train every rival and a softmax at every point; resumes where it stopped.
 
@@ -86,18 +87,22 @@ def run(
         workdir: where `dropin.jsonl` and `dropin.md` go.
         rivals: names of RIVALS.
         seeds: how many models per head and point.
+        rates: the learning rates of the points.
 
     Returns:
         The rows: a line of dropin.jsonl each.
 
     Raises:
-        ValueError: if there is no such rival, the config has settings that are not
-            followed here or widths that no softmax has, `workdir` has rows of other
-            settings or lines that are no rows, or another process is at work there.
+        ValueError: if there is no such rival, a rate is not positive or none is given,
+            the config has settings that are not followed here or widths that no softmax
+            has, `workdir` has rows of other settings or lines that are no rows, or
+            another process is at work there.
     """
     for name in rivals:
         if name not in RIVALS:
             raise ValueError(f"no rival is called {name!r}; there are {list(RIVALS)}.")
+    if not rates or not all(rate > 0 for rate in rates):
+        raise ValueError(f"the learning rates must be positive, got {list(rates)}.")
     _check_followed(config)
     heads = {SOFTMAX: {"name": SOFTMAX}} | {name: RIVALS[name] for name in rivals}
     variants = {
@@ -110,10 +115,10 @@ def run(
     workdir = pathlib.Path(workdir)
     path = workdir / "dropin.jsonl"
     with lock.Lock(workdir):
-        return _finish(path, variants, corpus, mark, seeds)
+        return _finish(path, variants, corpus, mark, seeds, rates)
 
 
-def _finish(path, variants, corpus, mark, seeds):
+def _finish(path, variants, corpus, mark, seeds, rates):
     """Train what has no row yet, and write the table."""
     rows = rows_lib.read(path, lambda row: (_identity(row), row["fingerprint"]))
     if any(row["fingerprint"] != mark for row in rows):
@@ -121,7 +126,7 @@ def _finish(path, variants, corpus, mark, seeds):
     done = {_identity(row) for row in rows}
     for (tied, name), settings in variants.items():
         trainer = None
-        for deviation, rate, seed in itertools.product(DEVIATIONS, RATES, range(seeds)):
+        for deviation, rate, seed in itertools.product(DEVIATIONS, rates, range(seeds)):
             point = Point(settings.model.backbone, tied, deviation, rate)
             row = {"head": name, "seed": seed, **point._asdict(), "fingerprint": mark}
             if _identity(row) in done:

@@ -35,11 +35,10 @@ def compared(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dropin, "DEVIATIONS", (0.1,))
         patch.setattr(dropin, "TIED", (True,))
-        patch.setattr(dropin, "RATES", (6e-3,))
         config, rivals = make_config(), ["mos", "mos tanh"]
         config.data.synthetic.eval_tokens = 2_000
-        rows = dropin.run(config, workdir, rivals, seeds=2)
-        again = dropin.run(config, workdir, rivals, seeds=2)
+        rows = dropin.run(config, workdir, rivals, seeds=2, rates=[6e-3])
+        again = dropin.run(config, workdir, rivals, seeds=2, rates=[6e-3])
     return workdir, rows, again
 
 
@@ -60,16 +59,46 @@ def test_started_again_it_trains_nothing_and_says_the_same(compared):
     assert "| mos | 1 | 0 |" in text and "| mos tanh | 1 | 1 |" in text
 
 
-@pytest.mark.slow
-def test_the_bias_starts_where_the_config_says(tmp_path, monkeypatch):
-    for name in ("DEVIATIONS", "RATES"):
-        monkeypatch.setattr(dropin, name, (1e-3,))
+@pytest.fixture
+def one_step(monkeypatch):
+    monkeypatch.setattr(dropin, "DEVIATIONS", (1e-3,))
     monkeypatch.setattr(dropin, "TIED", (True,))
-    config, losses = make_config(), {}
+    config = make_config()
     config.train.steps, config.model.backbone = 1, "window"
+    return config
+
+
+@pytest.mark.slow
+def test_rates_that_processes_shared_join_to_what_one_would_have(tmp_path, one_step):
+    whole = dropin.run(one_step, tmp_path / "whole", [], seeds=1, rates=[1e-3, 1e-2])
+    parts = [
+        dropin.run(one_step, tmp_path / str(rate), [], seeds=1, rates=[rate])
+        for rate in (1e-3, 1e-2)
+    ]
+    assert [row for part in parts for row in part] == whole
+    assert len({row["loss"] for row in whole}) == 2
+    joined = tmp_path / "joined"
+    joined.mkdir()
+    texts = [(tmp_path / str(r) / "dropin.jsonl").read_text() for r in (1e-3, 1e-2)]
+    (joined / "dropin.jsonl").write_text("".join(texts))
+    assert dropin.run(one_step, joined, [], seeds=1, rates=[1e-3, 1e-2]) == whole
+    reports = [tmp_path / name / "dropin.md" for name in ("whole", "joined")]
+    assert reports[0].read_text() == reports[1].read_text()
+
+
+@pytest.mark.parametrize("rates", [[], [1e-3, 0.0], [-1e-3], [float("nan")]])
+def test_rates_that_train_nothing_are_refused(tmp_path, rates):
+    with pytest.raises(ValueError, match="learning rates must be positive, got"):
+        dropin.run(make_config(), tmp_path / "run", ["mos"], seeds=2, rates=rates)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_the_bias_starts_where_the_config_says(tmp_path, one_step):
+    config, losses = one_step, {}
     for start in ("zero", "frequency"):
         config.model.bias_start = start
-        (row,) = dropin.run(config, tmp_path / start, [], seeds=1)
+        (row,) = dropin.run(config, tmp_path / start, [], seeds=1, rates=[1e-3])
         losses[start] = row["loss"]
     share_V = np.bincount(synthetic.corpus(config.data.synthetic).train) / 60_000
     entropy = -share_V @ np.log(share_V)
