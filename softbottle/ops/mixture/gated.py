@@ -129,17 +129,20 @@ def _scores_backward(dtype, keeps, saved, bars):
     score_bar_C1, lse_bar_C1 = bars
     if not keeps:
         products = _products(dtype, tokens, words)
+    # Else what both passes compute is written by the one and read by the other, which
+    # takes longer than to compute it again.
+    products = jax.lax.optimization_barrier(products)
     gates, z = _parts(products, tokens, words)
     nodes = _nodes(gates, z)
     logit_CS = nodes[0] + words.vocabulary.bias_V[None]
     bar_CS = jnp.exp(logit_CS - lse_C1) * lse_bar_C1
     bar_CS += jnp.where(_own(logit_CS, place_C), score_bar_C1, 0.0)
     level_bars, z_bars = _pull(gates, nodes, bar_CS)
-    bias_bar_S = jnp.sum(bar_CS, axis=0)
     # Written once: else they are computed again inside every product that reads them.
-    level_bars, z_bars = jax.lax.optimization_barrier(
-        jax.tree.map(lambda bar: bar.astype(dtype), (level_bars, z_bars))
+    bar_CS, level_bars, z_bars = jax.lax.optimization_barrier(
+        jax.tree.map(lambda bar: bar.astype(dtype), (bar_CS, level_bars, z_bars))
     )
+    bias_bar_S = jnp.sum(bar_CS, axis=0, dtype=lse_C1.dtype)
     by_words, by_tokens = _gradients(dtype, words, tokens, level_bars, z_bars)
     table_bar_SE, vector_bar_SG, offset_bar_SJ = by_words
     words_bar = Words(
@@ -296,7 +299,7 @@ def _prepared(tokens, words, options):
     count, components, _ = tokens.context_TKE.shape
     # The products of a word and a token, and the gradients that the next ones read.
     held = components * (wide.itemsize + dtype.itemsize)
-    held += 2 * (components - 1) * dtype.itemsize
+    held += (2 * components - 1) * dtype.itemsize
     chunks = chunk_count(count, held * len(table_SE), options.block_bytes)
     return tokens, words, dtype, chunks
 
