@@ -130,7 +130,7 @@ def _scores_backward(dtype, keeps, saved, bars):
     if not keeps:
         products = _products(dtype, tokens, words)
     # Else what both passes compute is written by the one and read by the other, which
-    # takes longer than to compute it again.
+    # moves more bytes than to compute it again.
     products = jax.lax.optimization_barrier(products)
     gates, z = _parts(products, tokens, words)
     nodes = _nodes(gates, z)
