@@ -17,17 +17,17 @@ TOKENS, WIDTH, FREQUENT, FEATURE = 11, 7, 13, 3
 BUDGETS = [1, 5_000, 2**30]
 
 
-def make_problem(components=4):
+def make_problem(components=4, tokens=TOKENS, width=WIDTH, frequent=FREQUENT):
     rng = np.random.default_rng(3)
     gates = components - 1
     shapes = (
-        (TOKENS, components, WIDTH),
-        (TOKENS, gates, FEATURE),
-        (TOKENS, gates),
-        (FREQUENT, WIDTH),
-        (FREQUENT,),
-        (FREQUENT, FEATURE),
-        (FREQUENT, gates),
+        (tokens, components, width),
+        (tokens, gates, FEATURE),
+        (tokens, gates),
+        (frequent, width),
+        (frequent,),
+        (frequent, FEATURE),
+        (frequent, gates),
     )
     return tuple(rng.normal(size=shape) for shape in shapes)
 
@@ -56,22 +56,28 @@ def dense(context, feature, level, table, bias, vector, offset):
     return total
 
 
-LABELS_T = np.arange(TOKENS, dtype=np.int32) % FREQUENT
-COTANGENT_2T = np.random.default_rng(1).normal(size=(2, TOKENS))
-
-
 def weighted(pair):
-    return sum(jnp.vdot(c, x) for c, x in zip(COTANGENT_2T, pair, strict=True))
+    cotangent_2T = np.random.default_rng(1).normal(size=(2, len(pair[0])))
+    return sum(jnp.vdot(c, x) for c, x in zip(cotangent_2T, pair, strict=True))
 
 
 @jax.jit
 def exact_step(*arrays):
     def total(*arrays):
         logit_TS = dense(*arrays)
-        score_T = logit_TS[jnp.arange(TOKENS), LABELS_T]
+        tokens, frequent = logit_TS.shape
+        score_T = logit_TS[jnp.arange(tokens), jnp.arange(tokens) % frequent]
         return weighted((score_T, jax.nn.logsumexp(logit_TS, axis=1)))
 
     return jax.value_and_grad(total, tuple(range(7)))(*arrays)
+
+
+def make_step(options):
+    def total(*arrays):
+        labels_T = np.arange(len(arrays[0]), dtype=np.int32) % len(arrays[3])
+        return weighted(gated.scores(*paired(arrays), labels_T, options))
+
+    return jax.jit(jax.value_and_grad(total, tuple(range(7))))
 
 
 @pytest.mark.slow
@@ -87,13 +93,22 @@ def test_scores_and_gradients_are_those_of_the_dense_logits(
     components, budget, device, float64
 ):
     arrays = oracle.cast(make_problem(components), jnp.float64)
-
-    def ours(*arrays):
-        options = Options(budget_bytes=budget, device=device)
-        return weighted(gated.scores(*paired(arrays), LABELS_T, options))
-
-    step = jax.jit(jax.value_and_grad(ours, tuple(range(7))))
+    step = make_step(Options(budget_bytes=budget, device=device))
     oracle.assert_close(step(*arrays), exact_step(*arrays), "float64")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("budget", [300_000, 2**30])
+def test_scores_and_gradients_on_a_gpu(budget, float64):
+    context, *rest = make_problem(4, 300, 192, 1201)
+    rounded = oracle.cast((context / 14, *rest), jnp.bfloat16)
+    exact = exact_step(*oracle.cast(rounded, jnp.float64))
+    options = Options(budget_bytes=budget, compute_dtype=jnp.bfloat16)
+    value, bars = make_step(options)(*rounded)
+    assert abs(value - exact[0]) < 1e-3 * 2 * 300
+    for ours, exact_bar in zip(bars, exact[1], strict=True):
+        error = np.abs(np.asarray(ours, np.float64) - exact_bar)
+        assert error.max() < 2e-2 * np.abs(exact_bar).max()
 
 
 def test_four_components_have_the_weights_of_the_paper():
