@@ -28,8 +28,9 @@ JSON = flags.DEFINE_string("json", None, "Where the numbers go as well.")
 
 def main() -> None:
     """Compile what the flags say and print what it takes."""
-    if CONFIG.value is None or TOPOLOGY.value is None:
-        raise app.UsageError("--config and --topology are needed")
+    missing = [flag.name for flag in (CONFIG, TOPOLOGY) if flag.value is None]
+    if missing:
+        raise app.UsageError(f"needed: {', '.join(f'--{name}' for name in missing)}")
     vocab = VOCAB.value or CONFIG.value.data.vocab_size or 0
     if vocab < 2:
         raise app.UsageError("--vocab is needed: the config does not say how many")

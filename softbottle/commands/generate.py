@@ -20,7 +20,7 @@ WORKDIR = flags.DEFINE_string("workdir", None, "The run.", required=True)
 PROMPT = flags.DEFINE_string("prompt", "", 'Text to continue; "-" for standard input.')
 TOKENS = flags.DEFINE_integer("tokens", 100, "Words to generate.", lower_bound=1)
 TEMPERATURE = program.define_float(
-    "temperature", 1.0, "Below 1 sharpens.", lower_bound=1e-6
+    "temperature", 1.0, "Below 1 sharpens; 0 takes the most probable.", lower_bound=0.0
 )
 TOP_K = flags.DEFINE_integer("top-k", 0, "Keep so many words; 0: all.", lower_bound=0)
 TOP_P = program.define_float(

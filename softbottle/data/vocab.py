@@ -322,14 +322,14 @@ def _checked(chunk):
     """The bytes of a chunk, once they are known to be text."""
     if (nul := chunk.raw.find(b"\0")) >= 0:
         raise ValueError(
-            f"{_place(chunk, nul)}: a NUL byte; the file is binary or not UTF-8."
+            f"{_place(chunk, nul)}: a NUL byte: the file is binary or not UTF-8 but UTF-16."
         )
     try:
         chunk.raw.decode()
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{_place(chunk, error.start)}: byte 0x{chunk.raw[error.start]:02x} is not "
-            f"UTF-8 ({error.reason})."
+            f"UTF-8 ({error.reason}): save the text as UTF-8."
         ) from error
     return chunk.raw
 

@@ -683,11 +683,7 @@ class Head(abc.ABC):
         terms = _terms(label_smoothing, z_loss, temperature)
         if weights_T is None:
             weights_T = jnp.ones(len(hidden_TD))
-        if weights_T.shape != hidden_TD.shape[:1]:
-            raise ValueError(
-                f"weights_T must have a weight for each of the {hidden_TD.shape[0]} "
-                f"tokens of hidden_TD {hidden_TD.shape}, got {weights_T.shape}."
-            )
+        checks.weights(weights_T, hidden_TD)
         if ignore_label is not None:
             weights_T = weights_T * _kept(labels_T, ignore_label, weights_T.dtype)
         how = (self, terms, options.resolve(), reduction, argmax)
@@ -713,6 +709,7 @@ class Head(abc.ABC):
         """
         params, table_VE, bias_V = output
         checks.states(params, hidden_TD)
+        checks.floating(table_VE=table_VE)
         checks.contexts(repr(self), self.contexts, params)
         # Of several states side by side the widths are not known here.
         if self.layers == self.positions == 1:

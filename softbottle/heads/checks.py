@@ -92,8 +92,25 @@ def measures(names: Sequence[str]) -> None:
         raise ValueError(f"names must be some of {MEASURES}, got {names!r}.")
 
 
+def floating(**arrays: jax.Array) -> None:
+    """Raise ValueError unless these are arrays of floating-point numbers."""
+    for name, array in arrays.items():
+        dtype = getattr(array, "dtype", None)
+        if dtype is None or not jax.dtypes.issubdtype(dtype, np.floating):
+            raise ValueError(
+                f"{name} must be an array of floating-point numbers, got "
+                f"{type(array).__name__ if dtype is None else dtype}."
+            )
+
+
 def states(params: Mapping[str, jax.Array], hidden_TD: jax.Array) -> None:
     """Raise ValueError unless these are the flattened states of such parameters."""
+    if not isinstance(params, Mapping):
+        raise ValueError(
+            f"params must be what head.init gives, got {type(params).__name__}; it "
+            "comes first, before table_VE, bias_V and hidden_TD."
+        )
+    floating(hidden_TD=hidden_TD)
     if hidden_TD.ndim != 2:
         raise ValueError(
             f"hidden_TD must be [tokens, width], got the shape {hidden_TD.shape}; "
@@ -162,10 +179,20 @@ def params(
 
 def labels(labels_T: jax.Array, hidden_TD: jax.Array) -> None:
     """Raise ValueError unless there is a label for each token."""
-    if labels_T.shape != hidden_TD.shape[:1]:
+    _by_token("labels_T", "word", labels_T, hidden_TD)
+
+
+def weights(weights_T: jax.Array, hidden_TD: jax.Array) -> None:
+    """Raise ValueError unless there is a weight for each token."""
+    _by_token("weights_T", "weight", weights_T, hidden_TD)
+
+
+def _by_token(name, what, array_T, hidden_TD):
+    found = getattr(array_T, "shape", type(array_T).__name__)
+    if found != hidden_TD.shape[:1]:
         raise ValueError(
-            f"labels_T must have a word for each of the {hidden_TD.shape[0]} tokens of "
-            f"hidden_TD {hidden_TD.shape}, got {labels_T.shape}."
+            f"{name} must have a {what} for each of the {hidden_TD.shape[0]} tokens of "
+            f"hidden_TD {hidden_TD.shape}, got {found}."
         )
 
 

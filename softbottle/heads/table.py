@@ -73,7 +73,7 @@ def from_config(config: config_lib.Head) -> Head:
         if name not in own:
             raise ValueError(
                 f"head.{name}={value!r} is not a setting of {config.name}, which has "
-                f"{own}."
+                f"{own}; head.{name}=none takes it back."
             )
     for field in dataclasses.fields(HEADS[config.name]):
         if field.default is dataclasses.MISSING and field.name not in values:

@@ -41,7 +41,7 @@ def generate(
         run: a trained model.
         prompt: ids; an empty one stands for the end of a line.
         tokens: how many words to generate.
-        temperature: above 0; below 1 sharpens.
+        temperature: below 1 sharpens; 0 takes the most probable word.
         top_k: keep so many words; 0 keeps all.
         top_p: nucleus sampling: keep the most probable words up to this mass.
         cache: join the head with a cache of the prompt and of what was generated.
@@ -236,9 +236,9 @@ def _batch(ids):
 
 
 def _check(run, tokens, temperature, top_k, top_p):
-    if tokens < 1 or not temperature > 0 or not 0 < top_p <= 1:
+    if tokens < 1 or not temperature >= 0 or not 0 < top_p <= 1:
         raise ValueError(
-            "tokens must be at least 1, temperature positive and top_p in (0, 1]; got "
+            "tokens must be >= 1, temperature >= 0 and top_p in (0, 1]; got "
             f"{tokens}, {temperature} and {top_p}."
         )
     if not 0 <= top_k <= len(run.vocab):

@@ -284,8 +284,8 @@ class Report:
         if not (math.isfinite(loss) and math.isfinite(values["grad_norm"])):
             raise NonFiniteLossError(
                 f"step {step}: loss {loss}, gradient norm {values['grad_norm']}, at "
-                f"the batch of position {position}. The last checkpoint is intact; "
-                "a smaller learning rate or a gradient clip usually helps."
+                f"the batch of position {position}. Checkpoints of earlier steps are "
+                "intact; a smaller learning rate or a gradient clip usually helps."
             )
         self._total += values["total"]
         self._count += values["count"]

@@ -67,7 +67,8 @@ def write_run(
     Raises:
         ValueError: naming the fields on which this config and the stored one differ,
             that the vocabulary is another, or the files of a text that has changed; if
-            the settings of a run are gone, or all that it could resume from.
+            the settings of a run are gone, or all that it could resume from; if files
+            that are not of a run would be replaced.
     """
     workdir.mkdir(parents=True, exist_ok=True)
     digest = dict(text or {}) | {"vocab": vocab.digest}
@@ -88,9 +89,21 @@ def write_run(
                 "To train on from its parameters, use another --workdir with "
                 f"--config.train.init_from={workdir}."
             )
-    vocab.save(workdir / "vocab.txt")
+    elif not (workdir / "corpus.json").exists():
+        _refuse_foreign(path, workdir / "vocab.txt")
     files.replace(workdir / "corpus.json", json.dumps(digest, indent=2))
+    vocab.save(workdir / "vocab.txt")
     files.replace(path, json.dumps(config_lib.to_dict(config), indent=2))
+
+
+def _refuse_foreign(*paths):
+    """Raise ValueError if there is one of them, which a run would replace."""
+    for path in paths:
+        if path.exists():
+            raise ValueError(
+                f"{path} is not of a run, which has a corpus.json beside it, and a run "
+                "would replace it: use another --workdir."
+            )
 
 
 def load_config(workdir: pathlib.Path) -> config_lib.Config:

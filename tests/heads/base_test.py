@@ -30,6 +30,23 @@ def test_weights_of_another_shape_are_refused_by_name(shape):
         call(method="loss", weights_T=np.ones(shape, np.float32))
 
 
+@pytest.mark.parametrize(
+    "name, value, message",
+    [
+        ("params", np.ones((11, 5)), "what head.init gives, got ndarray"),
+        ("table_VE", np.ones((37, 7), int), "of floating-point numbers, got int"),
+        ("hidden_TD", np.ones((11, 5), bool), "of floating-point numbers, got bool"),
+        ("hidden_TD", np.ones((11, 5), complex), "-point numbers, got complex128"),
+        ("hidden_TD", [[1.0] * 5], "an array of floating-point numbers, got list"),
+        ("labels_T", [0] * 11, "have a word for each .* got list"),
+        ("weights_T", 1.0, "have a weight for each .* got float"),
+    ],
+)
+def test_what_is_no_such_array_is_refused_by_name(name, value, message):
+    with pytest.raises(ValueError, match=f"{name} must .*{message}"):
+        call(method="loss", **{name: value})
+
+
 def test_a_table_of_another_width_is_refused_with_both_widths():
     with pytest.raises(ValueError, match=r"a table 6 wide: latent_DKE \(5, 3, 7\)"):
         call(table_VE=np.zeros((37, 6), np.float32))

@@ -70,12 +70,15 @@ def test_a_config_gives_the_head_with_its_settings(settings, head):
     "settings, message",
     [
         ({"name": "mosaic"}, "head.name must be one of ('softmax', "),
-        ({"name": "softmax", "components": 3}, "softmax, which has []."),
+        (
+            {"name": "softmax", "components": 3},
+            "softmax, which has []; head.components=none takes it back",
+        ),
         ({"center": -1.5}, "head.center=-1.5 is not a setting of mos"),
-        ({"center": -1.5}, "which has ['components', 'context', 'active', 'draw']."),
+        ({"center": -1.5}, "which has ['components', 'context', 'active', 'draw'];"),
         (
             {"name": "gss", "cap": 9.0},
-            "which has ['center', 'slope', 'components', 'context'].",
+            "which has ['center', 'slope', 'components', 'context'];",
         ),
         ({"name": "lowrank"}, "head.rank must be set: lowrank has no default"),
         ({"name": "mos"}, "head.components must be set: mos has no default"),

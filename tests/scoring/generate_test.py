@@ -89,6 +89,12 @@ def test_sharpened_and_truncated_words_are_drawn_from_what_is_kept(bigram):
     assert deviation(texts_BS, kept_VV / kept_VV.sum(axis=1, keepdims=True)) < 4
 
 
+def test_a_temperature_of_zero_takes_the_most_probable_words(bigram):
+    best_V = np.argmax(bigram_oracle(bigram.params), axis=1)
+    words = [2, *generate(bigram, [2], 9, temperature=0, seed=3)]
+    assert words[1:] == best_V[words[:-1]].tolist()
+
+
 @pytest.mark.slow
 def test_sharpened_words_are_drawn_with_noise_of_a_high_range(bigram):
     def words():
@@ -188,7 +194,7 @@ def test_prompts_of_equal_length_are_compiled_for_once(backbone, monkeypatch):
     "options, message",
     [
         ({"tokens": 0}, "got 0, 1.0 and 1.0"),
-        ({"temperature": 0.0}, "got 3, 0.0 and 1.0"),
+        ({"temperature": -1.0}, "got 3, -1.0 and 1.0"),
         ({"temperature": -0.5}, "got 3, -0.5 and 1.0"),
         ({"temperature": float("nan")}, "got 3, nan and 1.0"),
         ({"top_p": 0.0}, "got 3, 1.0 and 0.0"),

@@ -105,6 +105,15 @@ def test_a_start_that_came_to_no_checkpoint_leaves_nothing_to_agree_with(tmp_pat
     assert state.text_digest(tmp_path)["train"] == "a"
 
 
+@pytest.mark.parametrize("name", ["config.json", "vocab.txt"])
+def test_files_of_something_else_are_not_replaced(tmp_path, name):
+    (tmp_path / name).write_text("of another library")
+    with pytest.raises(ValueError, match=f"{name} is not of a run"):
+        write(tmp_path)
+    assert [path.name for path in everything_in(tmp_path)] == [name]
+    assert (tmp_path / name).read_text() == "of another library"
+
+
 def test_a_setting_younger_than_the_run_has_its_default_there(tmp_path):
     write(tmp_path)
     seal(tmp_path)

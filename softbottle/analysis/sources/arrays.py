@@ -62,6 +62,8 @@ def load(path: pathlib.Path | str) -> dict[str, np.ndarray]:
         ValueError: if the file is of another kind, is damaged, says that an array is
             larger than it is, or holds what is neither numbers nor texts.
     """
+    if not pathlib.Path(path).is_file():
+        raise ValueError(f"there is no file {path}.")
     if not zipfile.is_zipfile(path):
         raise ValueError(f"{path} is no .npz file.")
     try:
@@ -81,7 +83,7 @@ def load_one(path: pathlib.Path | str) -> np.ndarray:
     """
     path = pathlib.Path(path)
     if not path.is_file():
-        raise ValueError(f"{path} is no file.")
+        raise ValueError(f"there is no file {path}.")
     try:
         with path.open("rb") as file:
             _check_header("the array", file.read(_HEADER), path.stat().st_size)

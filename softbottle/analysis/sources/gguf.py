@@ -38,7 +38,7 @@ def read(path: pathlib.Path) -> Said:
         ImportError: if gguf or accelerate is missing, which transformers needs for it.
     """
     if not path.is_file():
-        raise ValueError(f"{path} is no file.")
+        raise ValueError(f"there is no file {path}.")
     with path.open("rb") as file:
         if file.read(len(_MAGIC)) != _MAGIC:
             raise ValueError(f"{path} is no GGUF file: it does not start with GGUF.")

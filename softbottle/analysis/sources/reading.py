@@ -163,7 +163,7 @@ def token_ids(
     """
     path = pathlib.Path(reading.text)
     if not path.is_file():
-        raise ValueError(f"the text {path} is no file.")
+        raise ValueError(f"there is no text {path}.")
     if path.suffix == ".npy":
         ids = arrays_lib.load_one(path)
     else:

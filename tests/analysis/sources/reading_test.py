@@ -151,7 +151,7 @@ def test_texts_that_cannot_be_read_are_errors(tmp_path):
     def ids_of(path):
         return reading.token_ids(Reading(path), VOCAB, lambda text: [])
 
-    with pytest.raises(ValueError, match="is no file"):
+    with pytest.raises(ValueError, match="there is no text"):
         ids_of(tmp_path / "none.txt")
     with pytest.raises(ValueError, match=r"lie in \[0, 37\)"):
         ids_of(make_ids(tmp_path, 90, 50))
