@@ -322,7 +322,8 @@ def _checked(chunk):
     """The bytes of a chunk, once they are known to be text."""
     if (nul := chunk.raw.find(b"\0")) >= 0:
         raise ValueError(
-            f"{_place(chunk, nul)}: a NUL byte: the file is binary or not UTF-8 but UTF-16."
+            f"{_place(chunk, nul)}: a NUL byte; the file is binary or not UTF-8 "
+            "(UTF-16 has many)."
         )
     try:
         chunk.raw.decode()

@@ -90,16 +90,18 @@ class Cached:
             ValueError: if shapes do not go together, an array is float16, or labels or
                 words are not integers.
         """
+        # Padding may see a word in the memory that is none, of which even a gradient
+        # of 0 would be NaN.
+        visible_BSM = memory.visible_BSM & (weights_BS != 0)[:, :, None]
         nll_BS = self.nll(
             params,
             table_VE,
             bias_V,
             *without_padding(weights_BS, (hidden_BSD, labels_BS)),
-            memory,
+            memory._replace(visible_BSM=visible_BSM),
             latent_mask=latent_mask,
             options=options,
         )
-        # Padding may see a word in the memory that is none.
         return jnp.sum(without_padding(weights_BS, weights_BS * nll_BS))
 
     def nll(

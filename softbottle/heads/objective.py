@@ -52,7 +52,11 @@ def loss(
     Returns:
         The sum, and the words if they are asked for and the same pass has them.
     """
-    _, weights_T, *_ = targets
+    weights_T = targets.weights_T
+    if weights_T.dtype.itemsize < 4:
+        # The terms' products with weights in bfloat16 would be rounded to it.
+        weights_T = weights_T.astype(jnp.float32)
+        targets = targets._replace(weights_T=weights_T)
     if _streamed(predictions, terms):
         return _sum_over_words(predictions, targets, terms, options), None
     if terms.z_loss:

@@ -160,11 +160,14 @@ def test_loss_and_every_gradient_are_those_of_loops(float64, name="mos"):
 
 @pytest.mark.slow
 def test_what_has_no_weight_or_no_segment_may_hold_anything(name="mos"):
-    arguments, weights_BS = oracle.cast(make_problem(name), jnp.float32)
-    *rest, hidden_BSD = arguments
+    arguments, weights_BS = make_problem(name)
+    # The last two of a text, of which one sees the other's label.
+    weights_BS[1, 7:] = 0.0
+    (*rest, hidden_BSD), weights_BS = oracle.cast((arguments, weights_BS), jnp.float32)
     padding_BS = SEGMENTS_BS == 0
     spoilt_BSD = np.where(padding_BS[:, :, None], np.float32(np.nan), hidden_BSD)
     spoilt_BS = np.where(padding_BS, [[-1] * 7 + [10**6] * 2], LABELS_BS)
+    spoilt_BS[1, 7:] = -100
 
     # Compiled once, for both.
     @jax.jit

@@ -340,6 +340,16 @@ def test_what_cannot_be_is_refused(terms, message):
         softbottle.softmax().measure(*inputs, **({"names": ("nll",)} | terms))
 
 
+@pytest.mark.parametrize("terms", [{"label_smoothing": 0.1}, {"z_loss": 0.01}])
+def test_narrow_weights_do_not_round_the_terms(terms):
+    """Neither 0.1 nor 0.01 is a number of bfloat16."""
+    hidden_TD = jnp.ones((2, 3))
+    output = ({}, jnp.arange(12.0).reshape(4, 3), None, hidden_TD, jnp.arange(2))
+    loss = jax.jit(functools.partial(softbottle.softmax().loss, **terms))
+    narrow, wide = (loss(*output, jnp.ones(2, d)) for d in (jnp.bfloat16, jnp.float32))
+    np.testing.assert_allclose(narrow, wide, rtol=1e-6)
+
+
 def test_the_mean_counts_narrow_weights_in_wide_sums():
     """257 is no number of bfloat16."""
     output = (

@@ -321,9 +321,22 @@ def test_a_head_may_be_a_static_argument():
     assert hash(head) == hash(head)
 
 
-@pytest.mark.parametrize("head, what", [("softmax", "entropy"), ("partition", "nll")])
-def test_a_shard_without_a_word_adds_nothing(head, what):
-    head = {"softmax": softbottle.softmax(), "partition": softbottle.partition(2)}[head]
+@pytest.mark.parametrize(
+    "head, what, terms",
+    [
+        ("softmax", "entropy", {}),
+        ("partition", "nll", {}),
+        # Two of the temperatures by which DEAD is a rounded number.
+        ("softmax", "entropy", {"temperature": 0.6}),
+        ("mos", "nll", {"temperature": 0.6}),
+    ],
+)
+def test_a_shard_without_a_word_adds_nothing(head, what, terms):
+    head = {
+        "softmax": softbottle.softmax(),
+        "partition": softbottle.partition(2),
+        "mos": softbottle.mos(2),
+    }[head]
     keys = jax.random.split(jax.random.key(0), 3)
     table_VE = jax.random.normal(keys[0], (16, 4))
     hidden_TD = jax.random.normal(keys[1], (3, 4))
@@ -331,8 +344,8 @@ def test_a_shard_without_a_word_adds_nothing(head, what):
 
     def total(options, table_VE):
         output = (params, table_VE, None)
-        found = head.measure(*output, hidden_TD, labels_T, (what,), options=options)
-        return jnp.sum(found[what])
+        measure = functools.partial(head.measure, **terms, options=options)
+        return jnp.sum(measure(*output, hidden_TD, labels_T, (what,))[what])
 
     def step(table_VE):
         options = Options(vocab=13, vocab_axis="model")

@@ -76,7 +76,9 @@ def identity(theta: tuple, z: jax.Array) -> jax.Array:
 def scaled(theta: tuple, z: jax.Array) -> jax.Array:
     """g(z) = factor z."""
     (factor,) = theta
-    return jnp.asarray(factor, z.dtype) * z
+    # One multiplication of DEAD may be rounded and another, fused with a sum, may not:
+    # where a shard has no word, the difference would be 1e22 and not 0.
+    return jnp.where(z < DEAD / 2, z, jnp.asarray(factor, z.dtype) * z)
 
 
 def add_log_sigmoid(theta: tuple, z: jax.Array) -> jax.Array:
@@ -155,7 +157,7 @@ def scaled_base2(
 ) -> tuple[jax.Array, float]:
     """g = factor z, and g' = factor."""
     (factor,) = theta
-    return factor * z2 - ref2, factor
+    return jnp.where(z2 < DEAD / 2, z2, factor * z2) - ref2, factor
 
 
 def add_log_sigmoid_base2(

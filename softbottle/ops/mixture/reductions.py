@@ -289,7 +289,8 @@ def tempered(log_p_CV: jax.Array, temperature: float, options: Options) -> jax.A
     """log of P^(1/temperature), normalized again."""
     if temperature == 1:
         return log_p_CV
-    log_p_CV = log_p_CV / temperature
+    # As of `activations.scaled`: what has no probability is not scaled.
+    log_p_CV = jnp.where(log_p_CV < DEAD / 2, log_p_CV, log_p_CV / temperature)
     return log_p_CV - joint_lse(log_p_CV, options)[:, None]
 
 

@@ -311,7 +311,7 @@ def test_of_a_gguf_file_transformers_is_asked_for_that_file_alone(
     path.write_bytes(b"ZIP")
     with pytest.raises(ValueError, match="is no GGUF file"):
         hugging_face.from_gguf(path, Reading(make_ids(tmp_path)))
-    with pytest.raises(ValueError, match="is no file"):
+    with pytest.raises(ValueError, match="there is no file"):
         hugging_face.from_gguf(tmp_path / "none.gguf", Reading(make_ids(tmp_path)))
 
 
