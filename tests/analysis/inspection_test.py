@@ -180,9 +180,10 @@ def test_bad_arrays_are_errors_that_say_what_is_wrong(tmp_path):
     with pytest.raises(ValueError, match=r"\(17, 4\)"):
         inspection.of_arrays(make_arrays(tmp_path / "b.npz", table=np.ones((17, 4))))
     (tmp_path / "d.npz").write_text("no arrays")
-    for name in ("d.npz", "none.npz"):
-        with pytest.raises(ValueError, match=f"{name} is no .npz file"):
-            inspection.of_arrays(tmp_path / name)
+    with pytest.raises(ValueError, match="d.npz is no .npz file"):
+        inspection.of_arrays(tmp_path / "d.npz")
+    with pytest.raises(ValueError, match=r"there is no file .*none.npz"):
+        inspection.of_arrays(tmp_path / "none.npz")
     poisoned = np.ones((40, 5))
     poisoned[3, 2] = np.nan
     with pytest.raises(ValueError, match="not finite"):
