@@ -423,7 +423,7 @@ def cast(tree, dtype):
 
     def convert(leaf):
         array = np.asarray(leaf)
-        floating = np.issubdtype(array.dtype, np.floating)
+        floating = jnp.issubdtype(array.dtype, jnp.floating)
         # jnp.asarray would compile a program for every shape.
         return jax.device_put(array.astype(dtype) if floating else array)
 

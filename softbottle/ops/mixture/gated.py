@@ -26,12 +26,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from softbottle.ops.mixture import decode, likelihood, sampling, shards
+from softbottle.ops.mixture import decode, gated_tree, likelihood, sampling, shards
 from softbottle.ops.mixture.activations import DEAD
 from softbottle.ops.mixture.arrays import Vocabulary
 from softbottle.ops.mixture.options import (
     Options,
     chunk_count,
+    note,
     product_dtype,
     sum_dtype,
 )
@@ -64,27 +65,7 @@ def tree(level: Sequence[jax.Array], values: Sequence[jax.Array]) -> jax.Array:
         level: l of the K - 1 gates, arrays that broadcast to the values.
         values: K arrays of one shape, K a power of two.
     """
-    return _nodes([jax.nn.sigmoid(each) for each in level], values)[0]
-
-
-def _nodes(gates, values):
-    """The means at every gate, then the values; branches of n are 2 n + 1, 2 n + 2."""
-    nodes = [*gates, *values]
-    for n in reversed(range(len(gates))):
-        left, right = nodes[2 * n + 1], nodes[2 * n + 2]
-        nodes[n] = right + gates[n] * (left - right)
-    return nodes
-
-
-def _pull(gates, nodes, bar):
-    """Gradients by the gates' levels and by the values, from that by the mean."""
-    bars = [bar] + [None] * (len(nodes) - 1)
-    levels = []
-    for n, gate in enumerate(gates):
-        left, right = nodes[2 * n + 1], nodes[2 * n + 2]
-        bars[2 * n + 1], bars[2 * n + 2] = gate * bars[n], (1 - gate) * bars[n]
-        levels.append(gate * (1 - gate) * (left - right) * bars[n])
-    return levels, bars[len(gates) :]
+    return gated_tree.nodes([jax.nn.sigmoid(each) for each in level], values)[0]
 
 
 def scores(
@@ -94,13 +75,31 @@ def scores(
 
     A label that is none of these words has the logit of another.
     """
-    tokens, words, dtype, chunks = _prepared(tokens, words, options)
+    options = options.resolve()
+    tokens, words, dtype = _prepared(tokens, words, options)
     place_T = jnp.clip(labels_T, 0, len(words.vector_SG) - 1)
+    local, held = _implementation(tokens, words, dtype, options)
+    chunks = _chunks(tokens, words, held, options)
 
     def chunk(_, inputs):
-        return (), _scores(dtype, chunks == 1, words, *inputs)
+        return (), local(dtype, chunks == 1, words, *inputs)
 
     return likelihood.over_chunks(chunk, (), (tokens, place_T), chunks)[1]
+
+
+def _implementation(tokens, words, dtype, options):
+    """What computes a chunk's scores, and the bytes it keeps per token and word."""
+    count, components, _ = tokens.context_TKE.shape
+    if options.implementation == "pallas_gpu" and count:
+        # Pallas takes a while to import.
+        from softbottle.ops.mixture import gated_gpu
+
+        reason = gated_gpu.refusal(tokens, dtype)
+        if reason is None:
+            kept = 2 * components * dtype.itemsize
+            return functools.partial(gated_gpu.scores, options), kept
+        note(f"The frequent words take the XLA path: {reason}.")
+    return _scores, _held(tokens, words, dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -110,8 +109,7 @@ def _scores(dtype, keeps, words, tokens, place_C):
 
 def _scores_forward(dtype, keeps, words, tokens, place_C):
     products = _products(dtype, tokens, words)
-    logit_CS = _nodes(*_parts(products, tokens, words))[0]
-    logit_CS = logit_CS + words.vocabulary.bias_V[None]
+    logit_CS = _mixed(products, tokens, words)
     own_CS = _own(logit_CS, place_C)
     score_C1 = jnp.sum(jnp.where(own_CS, logit_CS, 0.0), axis=1, keepdims=True)
     # Where all of these words have a bias of -inf, -inf would make the gradient NaN.
@@ -133,11 +131,11 @@ def _scores_backward(dtype, keeps, saved, bars):
     # moves more bytes than to compute it again.
     products = jax.lax.optimization_barrier(products)
     gates, z = _parts(products, tokens, words)
-    nodes = _nodes(gates, z)
+    nodes = gated_tree.nodes(gates, z)
     logit_CS = nodes[0] + words.vocabulary.bias_V[None]
     bar_CS = jnp.exp(logit_CS - lse_C1) * lse_bar_C1
     bar_CS += jnp.where(_own(logit_CS, place_C), score_bar_C1, 0.0)
-    level_bars, z_bars = _pull(gates, nodes, bar_CS)
+    level_bars, z_bars = gated_tree.pull(gates, nodes, bar_CS)
     # Written once: else they are computed again inside every product that reads them.
     bar_CS, level_bars, z_bars = jax.lax.optimization_barrier(
         jax.tree.map(lambda bar: bar.astype(dtype), (bar_CS, level_bars, z_bars))
@@ -148,7 +146,7 @@ def _scores_backward(dtype, keeps, saved, bars):
     words_bar = Words(
         Vocabulary(table_bar_SE, bias_bar_S), vector_bar_SG, offset_bar_SJ
     )
-    return _like(words_bar, words), _like(Tokens(*by_tokens), tokens), None
+    return like(words_bar, words), like(Tokens(*by_tokens), tokens), None
 
 
 _scores.defvjp(_scores_forward, _scores_backward)
@@ -196,7 +194,8 @@ def _with_ones(array):
     return pad_width(array, _ALIGNED)
 
 
-def _like(tree, other):
+def like(tree: Any, other: Any) -> Any:
+    """The first tree in the dtypes of the second."""
     return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), tree, other)
 
 
@@ -208,14 +207,13 @@ def label_score(
     tokens: Tokens, words: Words, labels_T: jax.Array, options: Options
 ) -> jax.Array:
     """The labels' logits alone, [T, 1], as `scores` has them."""
-    tokens, words, dtype, _ = _prepared(tokens, words, options)
+    tokens, words, dtype = _prepared(tokens, words, options.resolve())
     place_T = jnp.clip(labels_T, 0, len(words.vector_SG) - 1)
 
     def one(token, word):
         # A chunk of one token, with one word.
         tokens, words = jax.tree.map(lambda leaf: leaf[None], (token, word))
-        parts = _parts(_products(dtype, tokens, words), tokens, words)
-        return (_nodes(*parts)[0] + words.vocabulary.bias_V[None])[0]
+        return logits_of(dtype, tokens, words)[0]
 
     return jax.vmap(one)(tokens, jax.tree.map(lambda leaf: leaf[place_T], words))
 
@@ -266,13 +264,15 @@ def _over(
     options: Options,
 ) -> Any:
     """`function(logit_CS, by_token)` of every chunk of tokens."""
-    tokens, words, dtype, chunks = _prepared(tokens, words, options)
+    options = options.resolve()
+    tokens, words, dtype = _prepared(tokens, words, options)
+    held = _held(tokens, words, dtype)
+    chunks = _chunks(tokens, words, held, options)
 
     # In a loop nothing can be merged with what is computed again.
     @functools.partial(jax.checkpoint, prevent_cse=chunks == 1)
     def one_chunk(words, tokens, by_token):
-        parts = _parts(_products(dtype, tokens, words), tokens, words)
-        return function(_nodes(*parts)[0] + words.vocabulary.bias_V[None], by_token)
+        return function(logits_of(dtype, tokens, words), by_token)
 
     def chunk(_, inputs):
         return (), one_chunk(words, *inputs)
@@ -281,8 +281,7 @@ def _over(
 
 
 def _prepared(tokens, words, options):
-    """The arrays, the dtype of their products, and the number of chunks."""
-    options = options.resolve()
+    """The arrays, and the dtype of their products."""
     tokens, words = shards.varying_together(tokens, words)
     table_SE = words.vocabulary.table_VE
     dtype = jnp.dtype(product_dtype(options, tokens.context_TKE, table_SE))
@@ -296,12 +295,30 @@ def _prepared(tokens, words, options):
         words = words._replace(vocabulary=vocabulary)
         context_TKE = pad_width(tokens.context_TKE, _ALIGNED)
         tokens = tokens._replace(context_TKE=context_TKE)
-    count, components, _ = tokens.context_TKE.shape
-    # The products of a word and a token, and the gradients that the next ones read.
-    held = components * (wide.itemsize + dtype.itemsize)
-    held += (2 * components - 1) * dtype.itemsize
-    chunks = chunk_count(count, held * len(table_SE), options.block_bytes)
-    return tokens, words, dtype, chunks
+    return tokens, words, dtype
+
+
+def _held(tokens, words, dtype):
+    """The bytes of a token and word: products, and gradients the next products read."""
+    components, wide = tokens.context_TKE.shape[1], words.offset_SJ.dtype
+    return components * (wide.itemsize + dtype.itemsize) + (
+        (2 * components - 1) * dtype.itemsize
+    )
+
+
+def _chunks(tokens, words, held, options):
+    token_bytes = held * len(words.vector_SG)
+    return chunk_count(len(tokens.context_TKE), token_bytes, options.block_bytes)
+
+
+def logits_of(dtype: jnp.dtype, tokens: Tokens, words: Words) -> jax.Array:
+    """All logits of a chunk of tokens, [C, S], by products in a dtype."""
+    return _mixed(_products(dtype, tokens, words), tokens, words)
+
+
+def _mixed(products, tokens, words):
+    nodes = gated_tree.nodes(*_parts(products, tokens, words))
+    return nodes[0] + words.vocabulary.bias_V[None]
 
 
 def _products(dtype, tokens, words):

@@ -27,7 +27,7 @@ words.
 import contextlib
 import contextvars
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -73,6 +73,11 @@ def interpreted() -> Iterator[None]:
         yield
     finally:
         _INTERPRET.reset(token)
+
+
+def interpreter() -> Any:
+    """What `plgpu.kernel` takes to be interpreted; None where it is compiled."""
+    return _INTERPRET.get()
 
 
 class Which(NamedTuple):
@@ -169,7 +174,7 @@ def call(
         classes,
         _Beside(**beside),
         processors,
-        _INTERPRET.get(),
+        interpreter(),
     )
     return jax.custom_batching.sequential_vmap(run)(inputs)
 
@@ -234,7 +239,7 @@ def _kernel(activation, classes, refs):
     if refs.which is not None:
         row_tiles = refs.which.count_I[row_tiles - 1]
     word_tiles = refs.sum_JR.shape[0]
-    pipeline = _pipeline(refs.context_RQ, _nothing, _nothing)
+    pipeline = _pipeline(refs.context_RQ, nothing, nothing)
 
     @functools.partial(
         pl.run_scoped,
@@ -260,11 +265,11 @@ def _kernel(activation, classes, refs):
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def _nothing(*_, **__):
+def nothing(*_: Any, **__: Any) -> None:
     """The body of a pipeline of which only the ring's size is asked."""
 
 
-def _layout(words, dtype):
+def layout(words: int, dtype: jnp.dtype) -> Sequence[plgpu.Transform]:
     """Rows of `words` elements as the matrix unit wants them in shared memory."""
     swizzle = plgpu.find_swizzle(words * dtype.itemsize * 8)
     tiling = plgpu.TilingTransform((8, swizzle // dtype.itemsize))
@@ -278,7 +283,7 @@ def _pipeline(context_RQ, body, context):
         return plgpu.BlockSpec(
             (rows, BLOCK_WIDTH),
             lambda step: (0, step),
-            transforms=_layout(BLOCK_WIDTH, context_RQ.dtype),
+            transforms=layout(BLOCK_WIDTH, context_RQ.dtype),
             memory_space=plgpu.SMEM,
         )
 
@@ -313,7 +318,7 @@ def _scratch(refs):
         scratch["out"] = plgpu.SMEM(
             (2, 2, WARPGROUP_ROWS, OUT_WORDS),
             dtype,
-            transforms=_layout(OUT_WORDS, dtype),
+            transforms=layout(OUT_WORDS, dtype),
         )
     return scratch
 

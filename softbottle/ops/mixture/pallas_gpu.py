@@ -121,9 +121,9 @@ def _first_product(
     e_RP, sum_JR, *key_JR = call(hopper_kernel.Inputs(*tables, ref_R), peaks=peaks)
     total_R = jnp.sum(sum_JR, axis=0)
     if not bounded:
-        far_R, which = _far_tiles(total_R)
+        far_R, which = far_tiles(total_R, hopper_kernel.BLOCK_ROWS)
         # What these give for other rows was never written.
-        lse_R = _combined(*call(hopper_kernel.Inputs(*tables, which=which)))
+        lse_R = combined(*call(hopper_kernel.Inputs(*tables, which=which)))
         ref_R = jnp.where(far_R, lse_R, near_R)
         redone = hopper_kernel.Inputs(*tables, ref_R, which=which, e_RP=e_RP)
         e_RP, _, *new_JR = call(redone, peaks=peaks)
@@ -152,20 +152,27 @@ def _peak(key_JR, ref_R):
     return exponential.Peak(ref_R + ahead_R, place_R.astype(jnp.int32))
 
 
-def _far_tiles(total_R):
-    """The rows of tiles that are done again, and which tiles these are."""
+def far_tiles(
+    total_R: jax.Array, tile_rows: int
+) -> tuple[jax.Array, hopper_kernel.Which]:
+    """The rows of tiles that are done again, and which tiles these are.
+
+    Args:
+        total_R: sums of exponentials.
+        tile_rows: how many rows a tile has.
+    """
     far_R = ~(total_R <= jnp.exp(FAR))
-    far_I = jnp.any(far_R.reshape(-1, hopper_kernel.BLOCK_ROWS), axis=1)
+    far_I = jnp.any(far_R.reshape(-1, tile_rows), axis=1)
     # Sums over [I, I], each one kernel; a sort would be more.
     tile_I = jnp.arange(far_I.size, dtype=jnp.int32)
     upto_II = tile_I[None] <= tile_I[:, None]
     count_I = jnp.sum(far_I[None] & upto_II, axis=1, dtype=jnp.int32)
     before_II = count_I[None] <= tile_I[:, None]
     which = hopper_kernel.Which(count_I, jnp.sum(before_II, axis=1, dtype=jnp.int32))
-    return jnp.repeat(far_I, hopper_kernel.BLOCK_ROWS), which
+    return jnp.repeat(far_I, tile_rows), which
 
 
-def _combined(top_JR, sum_JR):
+def combined(top_JR: jax.Array, sum_JR: jax.Array) -> jax.Array:
     """Normalizers [R] from the maxima and sums of tiles, which are in base 2."""
 
     def join(one, other):
@@ -223,7 +230,7 @@ def _by_token(array_R, context_TKE):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _fused_scores(activation, options, entropies, context_TKE, vocabulary, labels_T):
     sums = _tile_sums(activation, options, context_TKE, vocabulary, entropies)
-    lse_TK = _by_token(_combined(*sums[:2]), context_TKE)
+    lse_TK = _by_token(combined(*sums[:2]), context_TKE)
     words = (context_TKE, vocabulary, labels_T, activation, options)
     entropy_TK = _by_token(_entropy(*sums), context_TKE) if entropies else None
     return likelihood.with_own(lse_TK, *words, entropy_TK)
@@ -253,7 +260,7 @@ def _logits_and_lse(context_RE, table_PE, bias_P, options):
         ),
     )
     top_JR, sum_JR, z_RP = hopper_kernel.call(SOFTMAX, options, inputs, logits=True)
-    return z_RP[:rows, : len(table_PE)], _combined(top_JR, sum_JR)[:rows]
+    return z_RP[:rows, : len(table_PE)], combined(top_JR, sum_JR)[:rows]
 
 
 def _refused(context_TKE, table_VE, activation, options):

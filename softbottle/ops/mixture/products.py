@@ -36,6 +36,12 @@ def cast(array: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return array.astype(dtype)
 
 
+def two_terms(array: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
+    """The array as a sum of two in a narrower dtype: of bfloat16, 16 bits in all."""
+    high = cast(array, dtype)
+    return high, cast(array - high.astype(array.dtype), dtype)
+
+
 def seen(array: jax.Array, dtype: jnp.dtype, options: Options) -> jax.Array:
     """The array as a product in that dtype reads it.
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from softbottle.ops.mixture import shards
 from softbottle.ops.mixture.arrays import Vocabulary
 from softbottle.ops.mixture.options import Options
-from softbottle.ops.mixture.products import cast, seen
+from softbottle.ops.mixture.products import seen, two_terms
 
 SCATTER_TOKENS = 1024
 
@@ -155,9 +155,7 @@ def _sum_equal(equal_BB, update_B, dtype):
         equal_BB = equal_BB.astype(update_B.dtype)
         return jnp.matmul(equal_BB, update_B, precision=jax.lax.Precision.HIGHEST)
     equal_BB = equal_BB.astype(dtype)
-    high_B = cast(update_B, dtype)
-    low_B = cast(update_B - high_B.astype(update_B.dtype), dtype)
     return sum(
         jnp.matmul(equal_BB, term_B, preferred_element_type=update_B.dtype)
-        for term_B in (high_B, low_B)
+        for term_B in two_terms(update_B, dtype)
     )

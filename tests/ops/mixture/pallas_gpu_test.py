@@ -408,7 +408,9 @@ def test_tiles_with_a_row_too_far_are_counted_and_named(tiles):
     total_R = np.ones(5 * hopper_kernel.BLOCK_ROWS, np.float32)
     for row, tile in enumerate(tiles):
         total_R[tile * hopper_kernel.BLOCK_ROWS + row] = (np.inf, np.nan)[row % 2]
-    far_R, which = jax.jit(pallas_gpu._far_tiles)(total_R)
+    far_R, which = jax.jit(pallas_gpu.far_tiles, static_argnums=1)(
+        total_R, hopper_kernel.BLOCK_ROWS
+    )
     assert which.count_I[-1] == len(tiles)
     assert which.tile_I[: len(tiles)].tolist() == tiles
     assert (
