@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from softbottle.heads import base, checks, contexts, pieces
 from softbottle.heads.base import Mixture, Params
 from softbottle.heads.predictions import States
-from softbottle.ops.mixture import gated, shards
+from softbottle.ops.mixture import gated, gated_tree, shards
 from softbottle.ops.mixture.arrays import Vocabulary
 from softbottle.ops.mixture.options import Options
 
@@ -150,12 +150,12 @@ class Mixtape(contexts.Projecting):
     def _mean(self, tokens):
         """The contexts' mean by the gates that rare words share, the only component."""
         context_TKE, _, level_TJ = tokens
-        level_TJ1 = level_TJ[:, :, None]
+        gates = list(jax.nn.sigmoid(level_TJ).T)
+        parts = gated_tree.spread(gates, jnp.ones_like(gates[0]))
+        weight_TK = jnp.stack(parts[len(gates) :], axis=1)
         wide_TKE = context_TKE.astype(level_TJ.dtype)
-        mean_TE = gated.tree(
-            [level_TJ1[:, j] for j in range(level_TJ.shape[1])],
-            [wide_TKE[:, k] for k in range(self.components)],
-        )
+        # As a product it would have a matrix unit's precision.
+        mean_TE = jnp.einsum("tk,tke->te", weight_TK, wide_TKE)
         return base.single(mean_TE.astype(context_TKE.dtype), None)
 
 

@@ -3,9 +3,8 @@
     l[t, s, j] = feature[t, j] . vector[s] + level[t, j] + offset[s, j]
     logit[t, s] = tree(sigmoid(l[t, s]), (context[t, k] . table[s])_k) + bias[s]
 
-`tree` is the mean of K = 2^n values by K - 1 gates in a binary tree: gate j weights its
-left branch with gamma_j and its right one with 1 - gamma_j, and the branches of gate j
-are those of the gates 2 j + 1 and 2 j + 2. For K = 4 the weights are
+`tree` is the mean of K = 2^n values by K - 1 gates in a binary tree (gated_tree.py), of
+which gate j weights its left branch with gamma_j. For K = 4 the weights are
 
     (g0 g1, g0 (1 - g1), (1 - g0) g2, (1 - g0) (1 - g2)).
 
@@ -20,7 +19,7 @@ Axes: S frequent words, J = K - 1 gates, G width of a gate's feature.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -56,16 +55,6 @@ class Words(NamedTuple):
     vocabulary: Vocabulary
     vector_SG: jax.Array
     offset_SJ: jax.Array
-
-
-def tree(level: Sequence[jax.Array], values: Sequence[jax.Array]) -> jax.Array:
-    """The mean of the values by the sigmoids of the gates' levels.
-
-    Args:
-        level: l of the K - 1 gates, arrays that broadcast to the values.
-        values: K arrays of one shape, K a power of two.
-    """
-    return gated_tree.nodes([jax.nn.sigmoid(each) for each in level], values)[0]
 
 
 def scores(

@@ -18,6 +18,18 @@ def nodes(gates: Sequence[jax.Array], values: Sequence[jax.Array]) -> list[jax.A
     return found
 
 
+def spread(gates: Sequence[jax.Array], whole: jax.Array) -> list[jax.Array]:
+    """What every gate has of the root's, then what every value has.
+
+    Of 1 the values have their weights in the root's mean.
+    """
+    parts = [whole]
+    for n, gate in enumerate(gates):
+        left = gate * parts[n]
+        parts += [left, parts[n] - left]
+    return parts
+
+
 def pull(
     gates: Sequence[jax.Array], found: Sequence[jax.Array], bar: jax.Array
 ) -> tuple[list[jax.Array], list[jax.Array]]:
@@ -28,9 +40,9 @@ def pull(
         found: what `nodes` gives.
         bar: the gradient by the mean.
     """
-    bars, levels = [bar], []
-    for n, gate in enumerate(gates):
-        left, right = found[2 * n + 1], found[2 * n + 2]
-        bars += [gate * bars[n], bars[n] - gate * bars[n]]
-        levels.append((1 - gate) * bars[2 * n + 1] * (left - right))
+    bars = spread(gates, bar)
+    levels = [
+        (1 - gate) * bars[2 * n + 1] * (found[2 * n + 1] - found[2 * n + 2])
+        for n, gate in enumerate(gates)
+    ]
     return levels, bars[len(gates) :]

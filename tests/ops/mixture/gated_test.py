@@ -56,16 +56,6 @@ def test_scores_and_gradients_on_a_gpu(budget, float64):
         assert error.max() < 2e-2 * np.abs(exact_bar).max()
 
 
-def test_four_components_have_the_weights_of_the_paper():
-    g0, g1, g2 = 0.3, 0.6, 0.9
-    level = [np.log(g / (1 - g)).astype(np.float32) for g in (g0, g1, g2)]
-    np.testing.assert_allclose(
-        jax.jit(gated.tree)(level, list(np.eye(4, dtype=np.float32))),
-        [g0 * g1, g0 * (1 - g1), (1 - g0) * g2, (1 - g0) * (1 - g2)],
-        rtol=1e-6,
-    )
-
-
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_logits_and_the_best_words(budget):
     arrays = make_problem()

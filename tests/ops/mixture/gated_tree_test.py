@@ -18,6 +18,8 @@ def test_four_values_have_the_weights_of_the_paper():
     gates, values = make(4)
     g0, g1, g2 = gates
     weights = [g0 * g1, g0 * (1 - g1), (1 - g0) * g2, (1 - g0) * (1 - g2)]
+    found = gated_tree.spread(list(gates), np.ones_like(g0))[3:]
+    np.testing.assert_allclose(found, weights, rtol=1e-5)
     mean = gated_tree.nodes(list(gates), list(values))[0]
     np.testing.assert_allclose(mean, sum(weights * values), rtol=1e-5)
 
