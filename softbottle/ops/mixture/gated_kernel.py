@@ -3,9 +3,10 @@
     logit[s, t] = tree(gates[s, t], (table[s] . context[t, k])_k) + bias[s]
     E[s, t]     = exp(logit[s, t] - ref[t]),  S[t] = sum_s E[s, t]
 
-(gated.py has the tree.) For training leave, in bfloat16, E times the derivatives of the
-logit by the K products and by the K - 1 levels of the gates, and E itself, with float32
-sums of the unrounded E; without references only a maximum and a sum of each tile.
+(gated_tree.py has the tree.) For training leave, in bfloat16, E times the derivatives
+of the logit by the K products and by the K - 1 levels of the gates, and E itself, with
+float32 sums of the unrounded E; without references only a maximum and a sum of each
+tile.
 
 As in hopper_kernel.py a block is three warpgroups, of which one copies and two
 multiply, and the grid is persistent. The products are transposed: the matrix unit's
@@ -19,7 +20,8 @@ is a column of it (`gated_gpu.py`).
 Needs jax 0.11 or newer.
 
 Axes: P words, padded; R columns, K for each token; Q width of the contexts and X of
-what gates read, padded; C tokens, padded; I tiles of tokens; J half tiles of words.
+what gates read, padded; C tokens, padded; I tiles of tokens; J half tiles of words, W
+words of one; G tokens of a group.
 """
 
 import functools
@@ -45,12 +47,28 @@ BLOCK_WIDTH = 64
 # What gates read, of every column: twice as much would not fit beside the ring.
 GATE_WIDTH = 32
 STAGES = 3
-# Of a thread that copies; what is left is for those that multiply.
+# Of a thread that copies; those that multiply get 232. 32 would leave them 240 each,
+# more together than a block is given at its start: it would wait for ever.
 MEMORY_REGISTERS = 40
 # Where a warpgroup's warps meet for a sum: two numbers of each thread at a time.
 MEETING = 512
 # Others would leave registers or shared memory short.
 COMPONENTS = (2, 4)
+
+
+class _How(NamedTuple):
+    """The number of components, and whether the kernel is interpreted."""
+
+    components: int
+    interpreted: bool
+
+    @property
+    def group_tokens(self) -> int:
+        return GROUP_COLUMNS // self.components
+
+    @property
+    def tile_tokens(self) -> int:
+        return BLOCK_COLUMNS // self.components
 
 
 class Inputs(NamedTuple):
@@ -125,7 +143,7 @@ def _kernel_call(components, processors, interpret, inputs):
     def body(*refs):
         named = jax.tree.unflatten(structure, refs[: len(given)])
         written = [*(named.stored or ()), *refs[len(given) :]]
-        _kernel(components, bool(interpret), named, written)
+        _kernel(_How(components, bool(interpret)), named, written)
 
     jobs = (words // BLOCK_WORDS) * (columns // BLOCK_COLUMNS)
     results = plgpu.kernel(
@@ -150,7 +168,7 @@ def _kernel_call(components, processors, interpret, inputs):
     return tuple(stored), sum_JC
 
 
-def _kernel(components, interpreted, refs, written):
+def _kernel(how, refs, written):
     """One persistent block: tiles of 128 words by 256 columns, one by one."""
     token_tiles = refs.context_RQ.shape[0] // BLOCK_COLUMNS
     if refs.which is not None:
@@ -162,7 +180,7 @@ def _kernel(components, interpreted, refs, written):
         pl.run_scoped,
         ring=pipeline.get_allocations(refs.table_PQ, refs.context_RQ),
         collective_axes="warpgroup",
-        **_scratch(components, refs),
+        **_scratch(how, refs),
     )
     def block(ring, **scratch):
         me = lax.axis_index("warpgroup")
@@ -174,8 +192,7 @@ def _kernel(components, interpreted, refs, written):
             if refs.which is not None:
                 token_tile = refs.which.tile_I[token_tile]
             place = (me, word_tile, token_tile)
-            how = (components, interpreted)
-            _tile(*how, refs, written, _Scratch(**scratch), ring, place)
+            _tile(how, refs, written, _Scratch(**scratch), ring, place)
 
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -203,38 +220,36 @@ def _pipeline(refs, body, context):
     )
 
 
-def _scratch(components, refs):
+def _scratch(how, refs):
     """Shared memory and barriers of a block, by the names in `_Scratch`."""
     store, dtype = refs.ref_C is not None, refs.table_PQ.dtype
-    tokens, tile_tokens = GROUP_COLUMNS // components, BLOCK_COLUMNS // components
     rows = hopper_kernel.layout(GATE_WIDTH, dtype)
     scratch = {
         "word": plgpu.SMEM((2, HALF_WORDS, GATE_WIDTH), dtype, transforms=rows),
         "read": plgpu.SMEM((2, BLOCK_COLUMNS, GATE_WIDTH), dtype, transforms=rows),
         "bias": plgpu.SMEM((2, HALF_WORDS), jnp.float32),
-        "stats": plgpu.SMEM((2, 2 - store, tile_tokens), jnp.float32),
+        "stats": plgpu.SMEM((2, 2 - store, how.tile_tokens), jnp.float32),
         "meeting": plgpu.SMEM((2, MEETING), jnp.float32),
         "arrived": plgpu.Barrier(num_arrivals=3 + store, num_barriers=2),
     }
     if store:
-        scratch["ref"] = plgpu.SMEM((2, tile_tokens), jnp.float32)
+        scratch["ref"] = plgpu.SMEM((2, how.tile_tokens), jnp.float32)
         scratch["out"] = plgpu.SMEM(
             (2, 2, HALF_WORDS, GROUP_COLUMNS),
             dtype,
             # In pieces that each component has of its own.
-            transforms=hopper_kernel.layout(tokens, dtype),
+            transforms=hopper_kernel.layout(how.group_tokens, dtype),
         )
     return scratch
 
 
-def _tile(components, interpreted, refs, written, scratch, ring, place):
+def _tile(how, refs, written, scratch, ring, place):
     """One tile, from its products to what leaves of it."""
     me, word_tile, token_tile = place
-    tile_tokens = BLOCK_COLUMNS // components
     words = pl.ds(word_tile * BLOCK_WORDS, BLOCK_WORDS)
     half = pl.ds(word_tile * BLOCK_WORDS + me * HALF_WORDS, HALF_WORDS)
     columns = pl.ds(token_tile * BLOCK_COLUMNS, BLOCK_COLUMNS)
-    tokens = pl.ds(token_tile * tile_tokens, tile_tokens)
+    tokens = pl.ds(token_tile * how.tile_tokens, how.tile_tokens)
 
     def multiply(_, table_smem, context_smem, sum_ref):
         mine = pl.ds(me * HALF_WORDS, HALF_WORDS)
@@ -260,8 +275,7 @@ def _tile(components, interpreted, refs, written, scratch, ring, place):
             run_pipeline(sum_ref)
             plgpu.barrier_wait(mine.arrived)
             targets = (half, 2 * word_tile + me, token_tile)
-            how = (components, interpreted)
-            _leave(*how, sum_ref[...], mine, written, targets)
+            _leave(how, sum_ref[...], mine, written, targets)
 
     _pipeline(refs, multiply, finish)(
         refs.table_PQ.at[words, :],
@@ -270,21 +284,20 @@ def _tile(components, interpreted, refs, written, scratch, ring, place):
     )
 
 
-def _leave(components, interpreted, sum_WR, scratch, written, targets):
+def _leave(how, sum_WR, scratch, written, targets):
     """The epilogue of a warpgroup's tile, group by group."""
     half, half_tile, token_tile = targets
-    tokens = GROUP_COLUMNS // components
-    tile_tokens = BLOCK_COLUMNS // components
+    tokens = how.group_tokens
     store = scratch.ref is not None
     shape = (HALF_WORDS, tokens)
     by_word, by_token = (plgpu.Layout.WGMMA.reduce(axis) for axis in (1, 0))
-    over_words = functools.partial(_over_words, interpreted, scratch.meeting)
+    over_words = functools.partial(_over_words, how, scratch.meeting)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     for group in range(BLOCK_COLUMNS // GROUP_COLUMNS):
         here = pl.ds(group * tokens, tokens)
         columns = slice(group * GROUP_COLUMNS, (group + 1) * GROUP_COLUMNS)
-        z = _pieces(sum_WR[:, columns], components, tokens)
-        gates = _gates(components, scratch, group)
+        z = _pieces(sum_WR[:, columns], how.components, tokens)
+        gates = _gates(how, scratch, group)
         nodes = gated_tree.nodes(gates, z)
         bias_W = plgpu.load(scratch.bias, layout=by_word)
         logit_WG = nodes[0] * LOG2_E + lax.broadcast_in_dim(bias_W, shape, [0])
@@ -302,15 +315,15 @@ def _leave(components, interpreted, sum_WR, scratch, written, targets):
             _send(scratch.out.at[0], products, written[0], place)
             _send(scratch.out.at[1], [*levels, e_WG], written[1], place)
     plgpu.commit_smem()
-    here = pl.ds(token_tile * tile_tokens, tile_tokens)
+    here = pl.ds(token_tile * how.tile_tokens, how.tile_tokens)
     stats = written[-1:] if store else [written[1], written[0]]
     for number, target in enumerate(stats):
         plgpu.copy_smem_to_gmem(scratch.stats.at[number], target.at[half_tile, here])
 
 
-def _over_words(interpreted, meeting, operation, array_WG):
+def _over_words(how, meeting, operation, array_WG):
     """The sum or maximum over a warpgroup's words, per token."""
-    if interpreted:
+    if how.interpreted:
         # It has no layouts, and no code that is written for them.
         return {"add": jnp.sum, "max": jnp.max}[operation](array_WG, axis=0)
     tokens = array_WG.shape[1]
@@ -332,9 +345,9 @@ def _pieces(array_WR, count, size):
     return [array_WR[:, k * size : (k + 1) * size] for k in range(count)]
 
 
-def _gates(components, scratch, group):
+def _gates(how, scratch, group):
     """The gates of a group's tokens, by one product for all of them."""
-    count, tokens = components - 1, GROUP_COLUMNS // components
+    count, tokens = how.components - 1, how.group_tokens
 
     @functools.partial(
         pl.run_scoped, level_ref=plgpu.ACC((HALF_WORDS, count * tokens), jnp.float32)
