@@ -431,6 +431,7 @@ class Head(abc.ABC):
         checks.states(params, hidden_TD)
         checks.labels(labels_T, hidden_TD)
         checks.measures(names)
+        checks.options(options)
         terms = _terms(label_smoothing, z_loss, temperature)
         kept_T = None
         if ignore_label is not None:
@@ -680,6 +681,7 @@ class Head(abc.ABC):
         checks.states(params, hidden_TD)
         checks.labels(labels_T, hidden_TD)
         checks.reduction(reduction)
+        checks.options(options)
         terms = _terms(label_smoothing, z_loss, temperature)
         if weights_T is None:
             weights_T = jnp.ones(len(hidden_TD))
@@ -709,6 +711,7 @@ class Head(abc.ABC):
         """
         params, table_VE, bias_V = output
         checks.states(params, hidden_TD)
+        checks.options(options)
         checks.floating(table_VE=table_VE)
         checks.contexts(repr(self), self.contexts, params)
         # Of several states side by side the widths are not known here.

@@ -288,7 +288,15 @@ def given(
 
 
 def cached(head: Head) -> Cached:
-    """The head joined with a cache; an empty one changes nothing."""
+    """The head joined with a cache; an empty one changes nothing.
+
+    Raises:
+        ValueError: unless it is a head.
+    """
+    if not isinstance(head, Head):
+        raise ValueError(
+            f"head must be a head, for example softbottle.mos(4), got {head!r}."
+        )
     return Cached(head)
 
 

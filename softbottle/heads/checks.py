@@ -11,6 +11,8 @@ import jax
 import numpy as np
 from jax.sharding import AxisType
 
+from softbottle.ops.mixture.options import Options
+
 REDUCTIONS = ("sum", "mean", "none")
 MEASURES = (
     *("nll", "entropy", "argmax", "accuracy", "lse", "responsibilities", "z_loss"),
@@ -42,9 +44,30 @@ def positive_integer(name: str, value: int) -> int:
     Raises:
         ValueError: unless it is an integer above 0.
     """
-    if not isinstance(value, int | np.integer) or value < 1:
+    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if not whole or value < 1:
         raise ValueError(f"{name} must be an integer >= 1, got {value!r}.")
     return int(value)
+
+
+def number(name: str, value: float) -> float:
+    """The value as a float.
+
+    Raises:
+        ValueError: unless it is a finite number that is known when compiling.
+    """
+    if not isinstance(value, numbers.Real) or not math.isfinite(value):
+        raise ValueError(f"{name} must be a finite number, got {value!r}.")
+    return float(value)
+
+
+def options(options: Options) -> None:
+    """Raise ValueError unless these are `Options`."""
+    if not isinstance(options, Options):
+        raise ValueError(
+            "options must be softbottle.Options(...), for example softbottle.Options("
+            f"compute_dtype=jnp.bfloat16), got {options!r}."
+        )
 
 
 def classes(classes: int, words: int) -> None:

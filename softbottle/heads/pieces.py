@@ -176,11 +176,7 @@ class Pieces(NamedTuple):
 
     def top_k(self, k: int) -> tuple[jax.Array, jax.Array]:
         """See `Predictions`."""
-        words = self._words
-        if not 1 <= k <= words:
-            raise ValueError(
-                f"k must be between 1 and the vocabulary's {words}, got {k}."
-            )
+        decode.check_best(k, self._words)
         _, lse_T1 = self._masses()
         logit_Tk, ids_Tk = decode.top_k(self._blocks(least=k), k, self.options)
         return logit_Tk - lse_T1, ids_Tk

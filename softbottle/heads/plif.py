@@ -42,12 +42,12 @@ class PiecewiseLinear(PlainOrMixed):
     def __post_init__(self) -> None:
         """Check the settings."""
         super().__post_init__()
-        object.__setattr__(self, "span", float(self.span))
+        object.__setattr__(self, "span", checks.number("span", self.span))
         if not isinstance(self.knots, int):
             _check_positions(self.knots)
             knots = tuple(np.asarray(self.knots, np.float64).tolist())
             object.__setattr__(self, "knots", knots)
-        elif self.knots < 2 or not 0 < self.span < math.inf:
+        elif self.knots < 2 or self.span <= 0:
             raise ValueError(
                 f"knots must be >= 2 and span positive, got {self.knots} and "
                 f"{self.span!r}."
@@ -98,7 +98,12 @@ def plif(
 
 
 def _check_positions(knots):
-    positions = np.asarray(knots, np.float64)
+    try:
+        positions = np.asarray(knots, np.float64)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"knots must be a number of segments or positions, got {knots!r}."
+        ) from None
     if positions.ndim != 1 or len(positions) < 2:
         raise ValueError(f"knots must be at least two positions, got {knots!r}.")
     if not np.all(np.isfinite(positions)) or not np.all(np.diff(positions) > 0):

@@ -9,7 +9,6 @@ slope 2).
 """
 
 import dataclasses
-import math
 from typing import Any, ClassVar
 
 import jax
@@ -101,14 +100,11 @@ class GeneralizedSigsoftmax(PlainOrMixed):
     def __post_init__(self) -> None:
         """Check the settings."""
         super().__post_init__()
-        center, slope = self.center, self.slope
-        if not (math.isfinite(center) and math.isfinite(slope) and slope > 0):
-            raise ValueError(
-                f"center must be finite and slope positive, got {center!r} and "
-                f"{slope!r}."
-            )
-        object.__setattr__(self, "center", float(center))
-        object.__setattr__(self, "slope", float(slope))
+        for name in ("center", "slope"):
+            value = checks.number(name, getattr(self, name))
+            object.__setattr__(self, name, value)
+        if self.slope <= 0:
+            raise ValueError(f"slope must be positive, got {self.slope!r}.")
 
     def activation(self, params: base.Params) -> Activation:
         """Bent at the center; see `Head.activation`."""

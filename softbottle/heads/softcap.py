@@ -5,7 +5,6 @@ no word is more than 2 cap nats from another.
 """
 
 import dataclasses
-import math
 from typing import ClassVar
 
 import jax
@@ -32,9 +31,9 @@ class Softcap(PlainOrMixed):
     def __post_init__(self) -> None:
         """Check the settings."""
         super().__post_init__()
-        if not 0 < self.cap < math.inf:
-            raise ValueError(f"cap must be positive and finite, got {self.cap!r}.")
-        object.__setattr__(self, "cap", float(self.cap))
+        object.__setattr__(self, "cap", checks.number("cap", self.cap))
+        if self.cap <= 0:
+            raise ValueError(f"cap must be positive, got {self.cap!r}.")
 
     def activation(self, params: base.Params) -> Activation:
         """Cap tanh(z / cap); see `Head.activation`."""

@@ -47,6 +47,44 @@ def test_what_is_no_such_array_is_refused_by_name(name, value, message):
         call(method="loss", **{name: value})
 
 
+@pytest.mark.parametrize("method", ["loss", "nll", "measure", "log_probs", "sample"])
+@pytest.mark.parametrize("options", [{}, None, {"compute_dtype": "bfloat16"}])
+def test_options_that_are_none_are_refused_with_an_example(method, options):
+    point = oracle.cast(oracle.make_inputs("mos"), jnp.float32)
+    more = {
+        "measure": (point.labels_T, ("nll",)),
+        "log_probs": (),
+        "sample": (jax.random.key(0),),
+    }.get(method, (point.labels_T,))
+    with pytest.raises(ValueError, match=r"options must be softbottle.Options\("):
+        getattr(MOS, method)(*point[:4], *more, options=options)
+
+
+@pytest.mark.parametrize("k", [0, 38, 2.0, "3", True])
+@pytest.mark.parametrize("name", ["softmax", "mixtape"])
+def test_a_number_of_best_words_that_there_cannot_be_is_refused(name, k):
+    point = oracle.cast(oracle.make_inputs(name), jnp.float32)
+    with pytest.raises(ValueError, match=f"between 1 and .* 37, got {k!r}"):
+        oracle.CASES[name].head.top_k(*point[:4], k)
+
+
+@pytest.mark.parametrize(
+    "make, wrong",
+    [
+        (softbottle.softcap, "cap must be a finite number, got 'a'"),
+        (softbottle.plif, "knots must be a number of segments or positions, got 'a'"),
+        (lambda value: softbottle.gss(value, 1.0), "center must be a finite number"),
+        (lambda value: softbottle.gss(0.0, value), "slope must be a finite number"),
+        (lambda value: softbottle.plif(8, span=value), "span must be a finite number"),
+        (lambda _: softbottle.mos(True), "components must be an integer >= 1"),
+        (softbottle.cached, "head must be a head, for example softbottle.mos"),
+    ],
+)
+def test_a_setting_of_another_kind_is_refused_by_name(make, wrong):
+    with pytest.raises(ValueError, match=f"^{wrong}"):
+        make("a")
+
+
 def test_a_table_of_another_width_is_refused_with_both_widths():
     with pytest.raises(ValueError, match=r"a table 6 wide: latent_DKE \(5, 3, 7\)"):
         call(table_VE=np.zeros((37, 6), np.float32))

@@ -229,9 +229,7 @@ def top_k(
     """
     options = decode.budgeted(options)
     _check_mixture(mixture, vocabulary, options)
-    words = shards.word_count(len(vocabulary.table_VE), options)
-    if not 1 <= k <= words:
-        raise ValueError(f"k must be between 1 and the vocabulary's {words}, got {k}.")
+    decode.check_best(k, shards.word_count(len(vocabulary.table_VE), options))
     if lse_TK is None:
         lse_TK = lse(mixture.context_TKE, vocabulary, activation, options)
     given = (mixture, vocabulary, lse_TK, activation, options)

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from softbottle.ops.log_sum import log_sum
 from softbottle.ops.mixture import classes, likelihood, shards
@@ -175,6 +176,15 @@ def whole(log_p_TV: jax.Array, place: Place = FIRST) -> Fold:
         return add(state, by_token, place, log_p_TV)
 
     return fold
+
+
+def check_best(k: int, words: int) -> None:
+    """Raise ValueError unless so many words can be the best of so many."""
+    whole = isinstance(k, int | np.integer) and not isinstance(k, bool)
+    if not whole or not 1 <= k <= words:
+        raise ValueError(
+            f"k must be an integer between 1 and the vocabulary's {words}, got {k!r}."
+        )
 
 
 def top_k(fold: Fold, k: int, options: Options) -> tuple[jax.Array, jax.Array]:

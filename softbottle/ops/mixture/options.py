@@ -7,6 +7,7 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from softbottle.ops import device as device_lib
 from softbottle.ops.device import HOPPER, Device
@@ -57,17 +58,21 @@ class Options:
 
     def __post_init__(self):
         """Reject values that no implementation could use."""
-        if self.budget_bytes is not None and self.budget_bytes < 1:
-            raise ValueError(f"budget_bytes must be positive, got {self.budget_bytes}.")
-        if self.vocab is not None and self.vocab < 1:
-            raise ValueError(f"vocab must be positive, got {self.vocab}.")
+        for name in ("budget_bytes", "vocab"):
+            value = getattr(self, name)
+            if value is not None and not _is_count(value):
+                raise ValueError(f"{name} must be a positive integer, got {value!r}.")
+        if not isinstance(self.vocab_axis, str | tuple | None):
+            raise ValueError(
+                f"vocab_axis must be the name of a mesh axis, got {self.vocab_axis!r}."
+            )
         if self.implementation not in ("auto", *IMPLEMENTATIONS):
             raise ValueError(
                 f"no implementation is called {self.implementation!r}; there are "
                 f"{sorted(IMPLEMENTATIONS)} and 'auto'."
             )
         if self.compute_dtype is not None:
-            dtype = jnp.dtype(self.compute_dtype)
+            dtype = _floating(self.compute_dtype)
             check_range(compute_dtype=dtype)
             object.__setattr__(self, "compute_dtype", dtype)
 
@@ -123,6 +128,25 @@ class Options:
         if self.budget_bytes is None and self.on_gpu:
             return max(self.block_bytes, 4096 * row_bytes)
         return self.block_bytes
+
+
+def _is_count(value):
+    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    return whole and value >= 1
+
+
+def _floating(dtype):
+    """The dtype of what names one; integers would round all that is multiplied."""
+    try:
+        found = jnp.dtype(dtype)
+    except TypeError:
+        found = None
+    if found is None or not jnp.issubdtype(found, jnp.floating):
+        raise ValueError(
+            "compute_dtype must be a floating-point dtype such as jnp.bfloat16, got "
+            f"{dtype!r}."
+        )
+    return found
 
 
 # What an operation is called with unless the caller says otherwise.

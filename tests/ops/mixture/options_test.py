@@ -21,6 +21,25 @@ def test_a_value_that_is_not_positive_is_refused_by_name(options):
         Options(**options)
 
 
+@pytest.mark.parametrize(
+    "option, value",
+    [
+        ("vocab", 3.5),
+        ("vocab", "7"),
+        ("budget_bytes", "1 GiB"),
+        ("budget_bytes", True),
+        ("vocab_axis", 0),
+        ("compute_dtype", "bf16"),
+        ("compute_dtype", 7),
+        # All that is multiplied would be rounded to whole numbers.
+        ("compute_dtype", jnp.int32),
+    ],
+)
+def test_a_value_of_another_kind_is_refused_by_name(option, value):
+    with pytest.raises(ValueError, match=f"^{option} must be "):
+        Options(**{option: value})
+
+
 def test_an_unknown_option_is_refused_by_name():
     with pytest.raises(TypeError, match="budget_megabytes"):
         Options(budget_megabytes=3)
