@@ -44,8 +44,9 @@ from softbottle.ops.mixture.products import (
 
 # Words whose scores are looked at for a reference.
 LOOKED_AT = 16
-# Of the score's gradient: a factor of a token that is larger adds nothing to a sum.
-_TINY = 1e-30
+# The least factor of a token over the gradient of its label's score. With a smaller one
+# the label's entry would leave bfloat16's range; all others add nothing to it then.
+_LEAST = 1e-30
 
 
 class _Own(NamedTuple):
@@ -127,8 +128,7 @@ def _backward(options, dtype, keeps, saved, bars):
         (z_PR, level_PR), _ = gated_kernel.call(options, components, settled)
         ref_C = lse_C
     pull_C = lse_bar_C * jnp.exp(ref_C - lse_C)
-    # Where the label's entry would overflow, the others are as good as 0.
-    least_C = _TINY * score_bar_C
+    least_C = _LEAST * score_bar_C
     scale_C = jnp.where(jnp.abs(pull_C) < jnp.abs(least_C), least_C, pull_C)
     total_C = jnp.exp(own.score_C - lse_C) * lse_bar_C + score_bar_C
     some_C = scale_C != 0
