@@ -38,18 +38,15 @@ from softbottle.ops.mixture.activations import LOG2_E
 from softbottle.ops.mixture.hopper_kernel import Which
 from softbottle.ops.mixture.options import Options
 
-# The words of a warpgroup and of a block, and the columns of a block and of a group.
-HALF_WORDS = 64
-BLOCK_WORDS = 2 * HALF_WORDS
-BLOCK_COLUMNS = 256
+# The pipeline's pieces: words of a block, of each warpgroup a half, and columns.
+BLOCK_WORDS = hopper_kernel.BLOCK_ROWS
+HALF_WORDS = hopper_kernel.WARPGROUP_ROWS
+BLOCK_COLUMNS = hopper_kernel.BLOCK_WORDS
+BLOCK_WIDTH = hopper_kernel.BLOCK_WIDTH
+# The columns that are mixed and sent out at a time.
 GROUP_COLUMNS = 64
-BLOCK_WIDTH = 64
 # What gates read, of every column: twice as much would not fit beside the ring.
 GATE_WIDTH = 32
-STAGES = 3
-# Of a thread that copies; those that multiply get 232. 32 would leave them 240 each,
-# more together than a block is given at its start: it would wait for ever.
-MEMORY_REGISTERS = 40
 # Where a warpgroup's warps meet for a sum: two numbers of each thread at a time.
 MEETING = 512
 # Others would leave registers or shared memory short.
@@ -174,11 +171,10 @@ def _kernel(how, refs, written):
     if refs.which is not None:
         token_tiles = refs.which.count_I[token_tiles - 1]
     word_tiles = refs.table_PQ.shape[0] // BLOCK_WORDS
-    pipeline = _pipeline(refs, hopper_kernel.nothing, hopper_kernel.nothing)
 
     @functools.partial(
         pl.run_scoped,
-        ring=pipeline.get_allocations(refs.table_PQ, refs.context_RQ),
+        ring=hopper_kernel.ring(refs.table_PQ, refs.context_RQ),
         collective_axes="warpgroup",
         **_scratch(how, refs),
     )
@@ -195,29 +191,6 @@ def _kernel(how, refs, written):
             _tile(how, refs, written, _Scratch(**scratch), ring, place)
 
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-
-def _pipeline(refs, body, context):
-    """The ring: one warpgroup copies pieces of the width, two call `body` on them."""
-
-    def spec(rows):
-        return plgpu.BlockSpec(
-            (rows, BLOCK_WIDTH),
-            lambda step: (0, step),
-            transforms=hopper_kernel.layout(BLOCK_WIDTH, refs.table_PQ.dtype),
-            memory_space=plgpu.SMEM,
-        )
-
-    return plgpu.emit_pipeline_warp_specialized(
-        body,
-        grid=(refs.context_RQ.shape[1] // BLOCK_WIDTH,),
-        memory_registers=MEMORY_REGISTERS,
-        wg_axis="warpgroup",
-        num_compute_wgs=2,
-        max_concurrent_steps=STAGES,
-        compute_context=context,
-        in_specs=[spec(BLOCK_WORDS), spec(BLOCK_COLUMNS)],
-    )
 
 
 def _scratch(how, refs):
@@ -277,7 +250,7 @@ def _tile(how, refs, written, scratch, ring, place):
             targets = (half, 2 * word_tile + me, token_tile)
             _leave(how, sum_ref[...], mine, written, targets)
 
-    _pipeline(refs, multiply, finish)(
+    hopper_kernel.pipeline(refs.table_PQ, multiply, finish)(
         refs.table_PQ.at[words, :],
         refs.context_RQ.at[columns, :],
         allocations=ring,

@@ -27,7 +27,7 @@ words.
 import contextlib
 import contextvars
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -239,11 +239,10 @@ def _kernel(activation, classes, refs):
     if refs.which is not None:
         row_tiles = refs.which.count_I[row_tiles - 1]
     word_tiles = refs.sum_JR.shape[0]
-    pipeline = _pipeline(refs.context_RQ, nothing, nothing)
 
     @functools.partial(
         pl.run_scoped,
-        ring=pipeline.get_allocations(refs.context_RQ, refs.table_PQ),
+        ring=ring(refs.context_RQ, refs.table_PQ),
         collective_axes="warpgroup",
         **_scratch(refs),
     )
@@ -265,10 +264,6 @@ def _kernel(activation, classes, refs):
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def nothing(*_: Any, **__: Any) -> None:
-    """The body of a pipeline of which only the ring's size is asked."""
-
-
 def layout(words: int, dtype: jnp.dtype) -> Sequence[plgpu.Transform]:
     """Rows of `words` elements as the matrix unit wants them in shared memory."""
     swizzle = plgpu.find_swizzle(words * dtype.itemsize * 8)
@@ -276,20 +271,30 @@ def layout(words: int, dtype: jnp.dtype) -> Sequence[plgpu.Transform]:
     return (tiling, plgpu.SwizzleTransform(swizzle))
 
 
-def _pipeline(context_RQ, body, context):
-    """The ring: one warpgroup copies pieces of the width, two call `body` on them."""
+def pipeline(array_RQ: Any, body: Callable, context: Callable) -> Callable:
+    """The ring: one warpgroup copies pieces of the width, two call `body` on them.
+
+    Pieces are of 128 rows of an array and of 256 of another.
+
+    Args:
+        array_RQ: one of them, for its width and dtype.
+        body: (step, piece, other piece, sums) -> sums.
+        context: what runs the pipeline, and then does the rest of a tile.
+    """
 
     def spec(rows):
         return plgpu.BlockSpec(
             (rows, BLOCK_WIDTH),
             lambda step: (0, step),
-            transforms=layout(BLOCK_WIDTH, context_RQ.dtype),
+            transforms=layout(BLOCK_WIDTH, array_RQ.dtype),
             memory_space=plgpu.SMEM,
         )
 
     return plgpu.emit_pipeline_warp_specialized(
         body,
-        grid=(context_RQ.shape[1] // BLOCK_WIDTH,),
+        grid=(array_RQ.shape[1] // BLOCK_WIDTH,),
+        # Which leaves 232 to a thread that multiplies. With 32 these would get 240,
+        # more together than a block is given at its start: it would wait for ever.
         memory_registers=40,
         wg_axis="warpgroup",
         num_compute_wgs=2,
@@ -297,6 +302,15 @@ def _pipeline(context_RQ, body, context):
         compute_context=context,
         in_specs=[spec(BLOCK_ROWS), spec(BLOCK_WORDS)],
     )
+
+
+def ring(array_RQ: Any, other_PQ: Any) -> Any:
+    """What the pipeline of two arrays holds in shared memory."""
+
+    def nothing(*_, **__):
+        """The body of a pipeline of which only the ring's size is asked."""
+
+    return pipeline(array_RQ, nothing, nothing).get_allocations(array_RQ, other_PQ)
 
 
 def _scratch(refs):
@@ -354,7 +368,7 @@ def _tile(activation, refs, scratch, ring, place):
             unit = activation.unit * LOG2_E
             _leave(gain, unit, sum_ref, mine, refs, word_tile, rows)
 
-    _pipeline(refs.context_RQ, multiply, finish)(
+    pipeline(refs.context_RQ, multiply, finish)(
         refs.context_RQ.at[pl.ds(row_tile * BLOCK_ROWS, BLOCK_ROWS), :],
         refs.table_PQ.at[words, :],
         allocations=ring,
