@@ -155,7 +155,7 @@ class Mixtape(contexts.Projecting):
         weight_TK = jnp.stack(parts[len(gates) :], axis=1)
         wide_TKE = context_TKE.astype(level_TJ.dtype)
         # As a product it would have a matrix unit's precision.
-        mean_TE = jnp.einsum("tk,tke->te", weight_TK, wide_TKE)
+        mean_TE = jnp.sum(weight_TK[:, :, None] * wide_TKE, axis=1)
         return base.single(mean_TE.astype(context_TKE.dtype), None)
 
 

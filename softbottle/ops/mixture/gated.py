@@ -20,14 +20,22 @@ Axes: S frequent words, J = K - 1 gates, G width of a gate's feature.
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from softbottle.ops.mixture import decode, gated_tree, likelihood, sampling, shards
+from softbottle.ops.mixture import (
+    decode,
+    gated_parts,
+    gated_tree,
+    likelihood,
+    sampling,
+    shards,
+)
 from softbottle.ops.mixture.activations import DEAD
 from softbottle.ops.mixture.arrays import Vocabulary
+from softbottle.ops.mixture.gated_parts import Tokens, Words
 from softbottle.ops.mixture.options import (
     Options,
     chunk_count,
@@ -39,22 +47,6 @@ from softbottle.ops.mixture.products import pad_width
 
 # Columns that fill 16 bytes of bfloat16.
 _ALIGNED = 8
-
-
-class Tokens(NamedTuple):
-    """Contexts, and what the gates read, of every token."""
-
-    context_TKE: jax.Array
-    feature_TJG: jax.Array
-    level_TJ: jax.Array
-
-
-class Words(NamedTuple):
-    """The frequent words: rows of the table, and what their gates are made of."""
-
-    vocabulary: Vocabulary
-    vector_SG: jax.Array
-    offset_SJ: jax.Array
 
 
 def scores(
@@ -97,8 +89,8 @@ def _scores(dtype, keeps, words, tokens, place_C):
 
 
 def _scores_forward(dtype, keeps, words, tokens, place_C):
-    products = _products(dtype, tokens, words)
-    logit_CS = _mixed(products, tokens, words)
+    products = gated_parts.products(dtype, tokens, words)
+    logit_CS = gated_parts.mixed(products, tokens, words)
     own_CS = _own(logit_CS, place_C)
     score_C1 = jnp.sum(jnp.where(own_CS, logit_CS, 0.0), axis=1, keepdims=True)
     # Where all of these words have a bias of -inf, -inf would make the gradient NaN.
@@ -115,11 +107,11 @@ def _scores_backward(dtype, keeps, saved, bars):
     words, tokens, place_C, lse_C1, products = saved
     score_bar_C1, lse_bar_C1 = bars
     if not keeps:
-        products = _products(dtype, tokens, words)
+        products = gated_parts.products(dtype, tokens, words)
     # Else what both passes compute is written by the one and read by the other, which
     # moves more bytes than to compute it again.
     products = jax.lax.optimization_barrier(products)
-    gates, z = _parts(products, tokens, words)
+    gates, z = gated_parts.parts(products, tokens, words)
     nodes = gated_tree.nodes(gates, z)
     logit_CS = nodes[0] + words.vocabulary.bias_V[None]
     bar_CS = jnp.exp(logit_CS - lse_C1) * lse_bar_C1
@@ -135,7 +127,11 @@ def _scores_backward(dtype, keeps, saved, bars):
     words_bar = Words(
         Vocabulary(table_bar_SE, bias_bar_S), vector_bar_SG, offset_bar_SJ
     )
-    return like(words_bar, words), like(Tokens(*by_tokens), tokens), None
+    return (
+        gated_parts.like(words_bar, words),
+        gated_parts.like(Tokens(*by_tokens), tokens),
+        None,
+    )
 
 
 _scores.defvjp(_scores_forward, _scores_backward)
@@ -147,19 +143,21 @@ def _gradients(dtype, words, tokens, level_bars, z_bars):
     table_SE, vector_SG = words.vocabulary.table_VE, words.vector_SG
     by_word, by_token = "cs,ce->se", "cs,se->ce"
     table_bar_SE = sum(
-        _einsum(by_word, dtype, bar_CS, context_CKE[:, k])
+        gated_parts.einsum(by_word, dtype, bar_CS, context_CKE[:, k])
         for k, bar_CS in enumerate(z_bars)
     )
-    context_bars = [_einsum(by_token, dtype, bar_CS, table_SE) for bar_CS in z_bars]
+    context_bars = [
+        gated_parts.einsum(by_token, dtype, bar_CS, table_SE) for bar_CS in z_bars
+    ]
     # A column of ones sums the gates' gradients in the same products.
     dim = vector_SG.shape[1]
     feature_CJG, vector_SG = _with_ones(feature_CJG), _with_ones(vector_SG)
     vector_bars = [
-        _einsum(by_word, dtype, bar_CS, feature_CJG[:, j])
+        gated_parts.einsum(by_word, dtype, bar_CS, feature_CJG[:, j])
         for j, bar_CS in enumerate(level_bars)
     ]
     feature_bars = [
-        _einsum(by_token, dtype, bar_CS, vector_SG) for bar_CS in level_bars
+        gated_parts.einsum(by_token, dtype, bar_CS, vector_SG) for bar_CS in level_bars
     ]
     vector_bar_SJG, feature_bar_CJG = (
         jnp.stack(bars, axis=1) for bars in (vector_bars, feature_bars)
@@ -183,11 +181,6 @@ def _with_ones(array):
     return pad_width(array, _ALIGNED)
 
 
-def like(tree: Any, other: Any) -> Any:
-    """The first tree in the dtypes of the second."""
-    return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), tree, other)
-
-
 def _own(logit_CS, place_C):
     return jnp.arange(logit_CS.shape[1])[None] == place_C[:, None]
 
@@ -202,7 +195,7 @@ def label_score(
     def one(token, word):
         # A chunk of one token, with one word.
         tokens, words = jax.tree.map(lambda leaf: leaf[None], (token, word))
-        return logits_of(dtype, tokens, words)[0]
+        return gated_parts.logits_of(dtype, tokens, words)[0]
 
     return jax.vmap(one)(tokens, jax.tree.map(lambda leaf: leaf[place_T], words))
 
@@ -261,7 +254,7 @@ def _over(
     # In a loop nothing can be merged with what is computed again.
     @functools.partial(jax.checkpoint, prevent_cse=chunks == 1)
     def one_chunk(words, tokens, by_token):
-        return function(logits_of(dtype, tokens, words), by_token)
+        return function(gated_parts.logits_of(dtype, tokens, words), by_token)
 
     def chunk(_, inputs):
         return (), one_chunk(words, *inputs)
@@ -298,52 +291,3 @@ def _held(tokens, words, dtype):
 def _chunks(tokens, words, held, options):
     token_bytes = held * len(words.vector_SG)
     return chunk_count(len(tokens.context_TKE), token_bytes, options.block_bytes)
-
-
-def logits_of(dtype: jnp.dtype, tokens: Tokens, words: Words) -> jax.Array:
-    """All logits of a chunk of tokens, [C, S], by products in a dtype."""
-    return _mixed(_products(dtype, tokens, words), tokens, words)
-
-
-def _mixed(products, tokens, words):
-    nodes = gated_tree.nodes(*_parts(products, tokens, words))
-    return nodes[0] + words.vocabulary.bias_V[None]
-
-
-def _products(dtype, tokens, words):
-    """Products of the gates' features and of the contexts, [C, S] each."""
-    context_CKE, feature_CJG, _ = tokens
-    product, table_SE = "ce,se->cs", words.vocabulary.table_VE
-    return (
-        [
-            _einsum(product, dtype, feature_CJG[:, j], words.vector_SG).astype(dtype)
-            for j in range(feature_CJG.shape[1])
-        ],
-        [
-            _einsum(product, dtype, context_CKE[:, k], table_SE)
-            for k in range(context_CKE.shape[1])
-        ],
-    )
-
-
-def _parts(products, tokens, words):
-    """The gates, and the logits that they mix."""
-    features, z = products
-    gates = [
-        jax.nn.sigmoid(
-            each_CS.astype(words.offset_SJ.dtype)
-            + tokens.level_TJ[:, j, None].astype(words.offset_SJ.dtype)
-            + words.offset_SJ[None, :, j]
-        )
-        for j, each_CS in enumerate(features)
-    ]
-    return gates, z
-
-
-def _einsum(formula, dtype, left, right):
-    return jnp.einsum(
-        formula,
-        left.astype(dtype),
-        right.astype(dtype),
-        preferred_element_type=sum_dtype(left, right),
-    )

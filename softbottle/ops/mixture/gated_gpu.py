@@ -30,9 +30,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from softbottle.ops.mixture import gated, gated_kernel, gated_tree, pallas_gpu
+from softbottle.ops.mixture import gated_kernel, gated_parts, gated_tree, pallas_gpu
 from softbottle.ops.mixture.activations import DEAD
 from softbottle.ops.mixture.arrays import Vocabulary
+from softbottle.ops.mixture.gated_parts import Tokens, Words
 from softbottle.ops.mixture.options import Options
 from softbottle.ops.mixture.products import (
     pad_width,
@@ -57,7 +58,7 @@ class _Own(NamedTuple):
     by_level_CK: jax.Array
 
 
-def refusal(tokens: gated.Tokens, dtype: jnp.dtype) -> str | None:
+def refusal(tokens: Tokens, dtype: jnp.dtype) -> str | None:
     """Why the kernel cannot do this, or None where it can."""
     _, gates, dim = tokens.feature_TJG.shape
     most = gated_kernel.GATE_WIDTH - (_read_width(tokens) - dim)
@@ -75,8 +76,8 @@ def scores(
     options: Options,
     dtype: jnp.dtype,
     keeps: bool,
-    words: gated.Words,
-    tokens: gated.Tokens,
+    words: Words,
+    tokens: Tokens,
     place_C: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """A chunk's logits at some words, and the log-sum-exp of all, both [C, 1].
@@ -105,7 +106,7 @@ def _forward(options, dtype, keeps, words, tokens, place_C):
     own = _own(dtype, words, tokens, place_C)
     inputs, components = _inputs(dtype, words, tokens), tokens.context_TKE.shape[1]
     few = jax.tree.map(lambda array: array[:LOOKED_AT], words)
-    near_CS = gated.logits_of(dtype, tokens, few)
+    near_CS = gated_parts.logits_of(dtype, tokens, few)
     near_C = jnp.maximum(own.score_C, jnp.max(near_CS, axis=1))
     near_C = jnp.maximum(near_C, DEAD)
     stored, lse_C, ref_C = _exponentials(options, components, inputs, near_C)
@@ -161,17 +162,21 @@ def _backward(options, dtype, keeps, saved, bars):
     size, width = words.vocabulary.table_VE.shape
     _, gates, dim = tokens.feature_TJG.shape
     first = dim + 2
-    words_bar = gated.Words(
+    words_bar = Words(
         Vocabulary(table_bar_PQ[:size, :width], word_bar_PX[:size, first + 2 * gates]),
         word_bar_PX[:size, :dim],
         word_bar_PX[:size, first : first + gates],
     )
-    tokens_bar = gated.Tokens(
+    tokens_bar = Tokens(
         context_bar_CKQ[..., :width],
         read_bar_CKX[:, :gates, :dim],
         read_bar_CKX[:, :gates, dim],
     )
-    return gated.like(words_bar, words), gated.like(tokens_bar, tokens), None
+    return (
+        gated_parts.like(words_bar, words),
+        gated_parts.like(tokens_bar, tokens),
+        None,
+    )
 
 
 scores.defvjp(_forward, _backward)
