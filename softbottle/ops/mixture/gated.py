@@ -15,6 +15,8 @@ follow, are rounded to it. What is between the products reads and writes [C, S] 
 of all components in one pass: with S a tenth of the words it would else take as long
 as the products do.
 
+On a Hopper GPU a kernel computes the scores where it can (gated_gpu.py).
+
 Axes: S frequent words, J = K - 1 gates, G width of a gate's feature.
 """
 

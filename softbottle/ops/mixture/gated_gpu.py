@@ -91,7 +91,7 @@ def scores(
         place_C: the words.
     """
     del keeps
-    own = _own(dtype, words, tokens, place_C)
+    own = _own(options, dtype, words, tokens, place_C)
     inputs = _inputs(dtype, words, tokens)
     components = tokens.context_TKE.shape[1]
     lse_C = pallas_gpu.combined(*gated_kernel.call(options, components, inputs))
@@ -103,7 +103,7 @@ def scores(
 
 
 def _forward(options, dtype, keeps, words, tokens, place_C):
-    own = _own(dtype, words, tokens, place_C)
+    own = _own(options, dtype, words, tokens, place_C)
     inputs, components = _inputs(dtype, words, tokens), tokens.context_TKE.shape[1]
     few = jax.tree.map(lambda array: array[:LOOKED_AT], words)
     near_CS = gated_parts.logits_of(dtype, tokens, few)
@@ -229,7 +229,8 @@ def _inputs(dtype, words, tokens):
         joined = jnp.concatenate([part.astype(dtype) for part in parts], axis=-1)
         return pad_width(joined, gated_kernel.GATE_WIDTH)
 
-    ones_S2, none_S1 = jnp.ones_like(offset_SJ, shape=(size, 2)), 0 * offset_SJ[:, :1]
+    ones_S2 = jnp.ones_like(offset_SJ, shape=(size, 2))
+    none_S1 = jnp.zeros_like(offset_SJ, shape=(size, 1))
     word_SX = columns(vector_SG, ones_S2, *two_terms(offset_SJ, dtype), none_S1)
     which_JJ = jnp.eye(gates, dtype=dtype)
     which_CJJ = jnp.broadcast_to(which_JJ[None], (len(level_CJ), gates, gates))
@@ -250,15 +251,13 @@ def _inputs(dtype, words, tokens):
     )
 
 
-def _own(dtype, words, tokens, place_C):
+def _own(options, dtype, words, tokens, place_C):
     """What the labels have, from what the products read, in the sums' dtype."""
     (table_SE, bias_S), vector_SG, offset_SJ = words
     wide = table_SE.dtype
-    row_CE, vector_CG = (
-        array[place_C].astype(dtype).astype(wide) for array in (table_SE, vector_SG)
-    )
-    context_CKE, feature_CJG = (
-        array.astype(dtype).astype(wide) for array in tokens[:2]
+    read = (table_SE[place_C], vector_SG[place_C], *tokens[:2])
+    row_CE, vector_CG, context_CKE, feature_CJG = (
+        seen(array, dtype, options).astype(wide) for array in read
     )
     z_CK = jnp.einsum("cke,ce->ck", context_CKE, row_CE)
     level_CJ = jnp.einsum("cjg,cg->cj", feature_CJG, vector_CG)

@@ -96,22 +96,9 @@ def test_normalizers_alone_are_those_of_the_dense_logits():
     np.testing.assert_allclose(lse_T1[:, 0], wanted_T, atol=1e-5)
 
 
-def loss_step(arrays, labels_T):
-    """-log P of the labels among the frequent words, and its gradients."""
-
-    def loss(*arrays):
-        score_T1, lse_T1 = gated.scores(*paired(arrays), labels_T, options())
-        return jnp.sum(lse_T1 - score_T1)
-
-    return interpreted(jax.value_and_grad(loss, tuple(range(7))), *arrays)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ahead, probability", [(8, 0.87), (12, 0.997)])
-def test_labels_that_are_nearly_sure(ahead, probability):
-    """What a label adds to the normalizer and its own score nearly cancel."""
+def sure_problem(ahead):
+    """Arrays whose label, word 77, is so many nats ahead; -log P and its gradients."""
     ours, wide = rounded(4)
-    labels_T = np.full(len(ours[0]), 77)
     ours = (*ours[:4], ours[4].at[77].set(ahead), *ours[5:])
     wide[4][77] = ahead
 
@@ -121,9 +108,50 @@ def test_labels_that_are_nearly_sure(ahead, probability):
 
     with jax.enable_x64(True):
         wanted = jax.jit(jax.value_and_grad(loss, tuple(range(7))))(*wide)
-        wanted = jax.tree.map(np.asarray, wanted)
-    assert np.exp(-wanted[0] / len(labels_T)) > probability
-    check(loss_step(ours, labels_T), wanted)
+        return ours, jax.tree.map(np.asarray, wanted)
+
+
+def sure_step(*arrays):
+    def loss(*arrays):
+        labels_T = np.full(len(arrays[0]), 77)
+        score_T1, lse_T1 = gated.scores(*paired(arrays), labels_T, options())
+        return jnp.sum(lse_T1 - score_T1)
+
+    return jax.value_and_grad(loss, tuple(range(7)))(*arrays)
+
+
+def between(array):
+    """float32 numbers that bfloat16 rounds to those of an array."""
+    return array.astype(jnp.float32) * (1 + 2.0**-10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ahead, probability", [(8, 0.87), (12, 0.997)])
+def test_labels_that_are_nearly_sure(ahead, probability):
+    """What a label adds to the normalizer and its own score nearly cancel."""
+    ours, wanted = sure_problem(ahead)
+    assert np.exp(-wanted[0] / len(ours[0])) > probability
+    check(interpreted(sure_step, *ours), wanted)
+
+
+@pytest.mark.slow
+def test_labels_score_what_the_products_read_of_wider_arrays():
+    """XLA for GPUs leaves out a cast and one back; a rounding that says so stays."""
+    ours, wanted = sure_problem(12)
+    # What products read: contexts, features, table and vectors.
+    wider = tuple(
+        between(array) if place in (0, 1, 3, 5) else array.astype(jnp.float32)
+        for place, array in enumerate(ours)
+    )
+    for place in (0, 1, 3, 5):
+        np.testing.assert_array_equal(wider[place].astype(jnp.bfloat16), ours[place])
+    check(interpreted(sure_step, *wider), wanted)
+    # Traced anew: what is interpreted does not lower for a GPU.
+    traced = jax.jit(lambda *arrays: sure_step(*arrays)).trace(*wider)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    # The labels' rows, and the contexts that meet them.
+    for shape in ("70x72", "70x4x72"):
+        assert re.search(rf"reduce_precision .*tensor<{shape}xf32>", text)
 
 
 @pytest.mark.slow
@@ -248,3 +276,15 @@ def test_on_a_hopper_gpu_it_is_the_kernel_and_repeats_its_bits(components):
     check(once, exact(wide))
     for other in again:
         jax.tree.map(np.testing.assert_array_equal, other, once)
+
+
+@pytest.mark.gpu
+def test_on_a_hopper_gpu_labels_score_what_the_products_read_of_wider_arrays():
+    if jax.devices()[0].compute_capability != "9.0":
+        pytest.skip(f"no Hopper GPU: {jax.devices()[0].device_kind}")
+    ours, wanted = sure_problem(12)
+    wider = tuple(
+        between(array) if place in (0, 1, 3, 5) else array.astype(jnp.float32)
+        for place, array in enumerate(ours)
+    )
+    check(jax.jit(sure_step)(*wider), wanted)
