@@ -10,7 +10,7 @@ Heads and stages are those of configs/ptb.py.
 
 Papers, valid / test: softmax 69.1 / 66.0; MoS 66.01 / 63.33, finetuned 63.88 / 61.45,
 with dynamic evaluation 42.41 / 40.68. What this repository measured, and how long it
-took, is in docs/results/ptb.md.
+took, is in docs/results/wt2.md.
 """
 
 from configs import ptb

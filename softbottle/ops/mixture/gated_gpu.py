@@ -11,9 +11,9 @@ and the same with what the gates read in the place of contexts and table. The la
 entries of these arrays are written before: in them the gradient of its own score and
 what it adds to the normalizer nearly cancel.
 
-References are the largest of the label's score and of a few words' that are most
-frequent. Tokens whose sum shows that theirs is too low are done again, as in
-pallas_gpu.py, which also says why the host need not wait for that.
+References are the labels' scores, of another label that of the most frequent word.
+Tokens whose sum shows that theirs is too low are done again, as in pallas_gpu.py, which
+also says why the host need not wait for that.
 
 What a gate reads of a token is its feature, its level in two bfloat16 terms, and which
 gate it is; of a word its vector, ones, and its offsets in two terms. So a level is one
@@ -29,6 +29,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from softbottle.ops.mixture import gated_kernel, gated_parts, gated_tree, pallas_gpu
 from softbottle.ops.mixture.activations import DEAD
@@ -43,8 +44,6 @@ from softbottle.ops.mixture.products import (
     two_terms,
 )
 
-# Words whose scores are looked at for a reference.
-LOOKED_AT = 16
 # The least factor of a token over the gradient of its label's score. With a smaller one
 # the label's entry would leave bfloat16's range; all others add nothing to it then.
 _LEAST = 1e-30
@@ -105,10 +104,7 @@ def scores(
 def _forward(options, dtype, keeps, words, tokens, place_C):
     own = _own(options, dtype, words, tokens, place_C)
     inputs, components = _inputs(dtype, words, tokens), tokens.context_TKE.shape[1]
-    few = jax.tree.map(lambda array: array[:LOOKED_AT], words)
-    near_CS = gated_parts.logits_of(dtype, tokens, few)
-    near_C = jnp.maximum(own.score_C, jnp.max(near_CS, axis=1))
-    near_C = jnp.maximum(near_C, DEAD)
+    near_C = jnp.maximum(own.score_C, DEAD)
     stored, lse_C, ref_C = _exponentials(options, components, inputs, near_C)
     lse_C = lse_C.astype(own.score_C.dtype)
     saved = (words, tokens, place_C, own, lse_C)
@@ -222,6 +218,8 @@ def _inputs(dtype, words, tokens):
     """The kernel's inputs but for references."""
     (table_SE, bias_S), vector_SG, offset_SJ = words
     context_CKE, feature_CJG, level_CJ = tokens
+    # Else XLA lays contexts out by token, and transposes them for the kernel and back.
+    context_CKE = with_layout_constraint(context_CKE, Layout((0, 1, 2)))
     components, (size, gates) = context_CKE.shape[1], offset_SJ.shape
     more = round_up(size, gated_kernel.BLOCK_WORDS) - size
 

@@ -71,9 +71,8 @@ def test_scores_and_gradients_are_those_of_the_dense_logits(components, budget):
 @pytest.mark.slow
 def test_references_that_are_far_too_low_are_found_again():
     ours, wide = rounded(4)
-    # A word that is neither a label nor among the first is 200 nats ahead of all.
-    for arrays in (ours, wide):
-        assert gated_gpu.LOOKED_AT < 120 and len(arrays[0]) < 120
+    # A word that is no label is 200 nats ahead of all.
+    assert len(ours[0]) < 120
     ours = (*ours[:4], ours[4].at[120].set(200), *ours[5:])
     wide[4][120] = 200
     # What its gates add to its own normalizer is most of it.
