@@ -28,13 +28,23 @@ from tests import ROOT
 SECONDS = 300  # after which a program counts as hanging
 
 _FORKS = multiprocessing.get_context("forkserver")
+# What commands import, and what their pictures are drawn with. Not the commands
+# themselves, whose flags belong to a process.
 _FORKS.set_forkserver_preload(
     [
-        *("pytest", "tests.commands", "softbottle.cli.program"),
-        *("softbottle.bench.race", "softbottle.bench.plan"),
-        *("softbottle.analysis.inspection", "softbottle.experiments.continuation"),
-        *("softbottle.experiments.objectives", "softbottle.scoring.dynamic"),
-        "softbottle.scoring.export",
+        *("pytest", "tests.commands", "matplotlib.backends.backend_agg"),
+        *("softbottle.cli.configs", "softbottle.cli.program"),
+        *("softbottle.bench.race", "softbottle.bench.plan", "softbottle.bench.table"),
+        *("softbottle.analysis.inspection", "softbottle.analysis.overview"),
+        *("softbottle.analysis.pair", "softbottle.analysis.sources.opening"),
+        *("softbottle.experiments.continuation", "softbottle.experiments.dropin"),
+        *("softbottle.experiments.frontier.run", "softbottle.experiments.objectives"),
+        *("softbottle.experiments.reproduce.run", "softbottle.experiments.sweep"),
+        *("softbottle.experiments.retrofit.run", "softbottle.experiments.trial"),
+        *("softbottle.experiments.retrofit.trial", "softbottle.experiments.components"),
+        *("softbottle.experiments.retrofit.trunk", "softbottle.experiments.ending"),
+        *("softbottle.experiments.saturation.run", "softbottle.scoring.dynamic"),
+        *("softbottle.scoring.export", "softbottle.scoring.generate"),
     ]
 )
 

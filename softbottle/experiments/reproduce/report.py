@@ -243,8 +243,11 @@ def _reason(plan, rows, unit, broken):
     start = plan.start(unit)
     if start is not None and _lost(rows.get(start, {})):
         return f": {start.stage} failed"
-    if "begun" in rows.get(unit, {}):
+    row = rows.get(unit, {})
+    if "begun" in row:
         return f": {progress(plan, unit)}"
+    if not row.get("complete", True):
+        return ": measured where the training was cut short, and again once it ends"
     return ""
 
 

@@ -210,7 +210,7 @@ def test_a_table_that_was_stopped_ends_with_the_same_numbers(
     assert (
         f"| {static['test']:.2f} | 1 | 55.97 [1]; 54.91 ± 0.26 [2] | seed 3: " in page
     )
-    assert "- mos-seed3 static\n" in page
+    assert "- mos-seed3 static: measured where the training was cut short, and" in page
 
     stopping_at(monkeypatch, 18)  # the first training is past it, the second is not
     rows = reproduce.run(GRID, tmp_path, load)
