@@ -218,7 +218,7 @@ def _inputs(dtype, words, tokens):
     """The kernel's inputs but for references."""
     (table_SE, bias_S), vector_SG, offset_SJ = words
     context_CKE, feature_CJG, level_CJ = tokens
-    # Else XLA lays contexts out by token, and transposes them for the kernel and back.
+    # Else XLA makes the token the fastest axis, and transposes contexts for the kernel.
     context_CKE = with_layout_constraint(context_CKE, Layout((0, 1, 2)))
     components, (size, gates) = context_CKE.shape[1], offset_SJ.shape
     more = round_up(size, gated_kernel.BLOCK_WORDS) - size

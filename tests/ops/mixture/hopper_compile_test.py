@@ -140,7 +140,7 @@ text = jax.jit(function).lower(*inputs).compile().as_text()
 assert " while(" not in text and " conditional(" not in text
 # Both E are written in place the second time, and the labels' entries after that.
 assert text.count("output_to_operand_aliasing") == 2
-# Contexts lie token by token in rows, as the kernel reads them: none is transposed.
+# Contexts lie in rows, as the kernel reads them: none is transposed.
 assert f"[4,{{width}},{{tokens}}]" not in text
 '''
 
