@@ -56,11 +56,11 @@ def scores(
 ) -> tuple[jax.Array, jax.Array]:
     """The labels' logits and the log-sum-exp of all, both [T, 1], differentiable.
 
-    A label that is none of these words has the logit of the first, the most frequent.
+    A label that is none of these words has the logit of another.
     """
     options = options.resolve()
     tokens, words, dtype = _prepared(tokens, words, options)
-    place_T = _place(labels_T, words)
+    place_T = jnp.clip(labels_T, 0, len(words.vector_SG) - 1)
     local, held = _implementation(tokens, words, dtype, options)
     chunks = _chunks(tokens, words, held, options)
 
@@ -187,18 +187,12 @@ def _own(logit_CS, place_C):
     return jnp.arange(logit_CS.shape[1])[None] == place_C[:, None]
 
 
-def _place(labels_T, words):
-    """The labels' places among the words; of one that is none of them the first."""
-    inside_T = (labels_T >= 0) & (labels_T < len(words.vector_SG))
-    return jnp.where(inside_T, labels_T, 0)
-
-
 def label_score(
     tokens: Tokens, words: Words, labels_T: jax.Array, options: Options
 ) -> jax.Array:
     """The labels' logits alone, [T, 1], as `scores` has them."""
     tokens, words, dtype = _prepared(tokens, words, options.resolve())
-    place_T = _place(labels_T, words)
+    place_T = jnp.clip(labels_T, 0, len(words.vector_SG) - 1)
 
     def one(token, word):
         # A chunk of one token, with one word.

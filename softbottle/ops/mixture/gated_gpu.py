@@ -11,9 +11,9 @@ and the same with what the gates read in the place of contexts and table. The la
 entries of these arrays are written before: in them the gradient of its own score and
 what it adds to the normalizer nearly cancel.
 
-References are the labels' scores, of another label that of the most frequent word.
-Tokens whose sum shows that theirs is too low are done again, as in pallas_gpu.py, which
-also says why the host need not wait for that.
+References are the labels' scores, of a rare label that of the last of these words: the
+first may be ruled out, as padding is. Tokens whose sum shows that theirs is too low are
+done again, as in pallas_gpu.py, which also says why the host need not wait for that.
 
 What a gate reads of a token is its feature, its level in two bfloat16 terms, and which
 gate it is; of a word its vector, ones, and its offsets in two terms. So a level is one
